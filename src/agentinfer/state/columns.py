@@ -1,0 +1,120 @@
+"""Columns: the numbers of the running sequences that change on every step, one element a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from agentinfer.state.ids import I32, seal
+from agentinfer.state.limits import Limits
+
+STOP_WIDTH = 4
+"""Stop ids a row that are compared in columns; more are compared one by one in commit."""
+
+PARAMS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),
+        ("seed", np.int64),
+        ("prompt", np.int32),  # tokens of the prompt: output index = length - prompt
+        ("floor", np.int32),  # length below which no end token may be sampled
+    ]
+)
+"""What sampling needs of a row. Set at admission, gathered in one operation."""
+
+
+@frozen(eq=False)
+class Columns:
+    """Read-only. Row r belongs to EngineState.rows[r]; row 0 is the sink.
+
+    ====== ==================================================================
+    0 <= written <= computed <= length, and known <= length <= known + 2
+    ------ ------------------------------------------------------------------
+    known    tokens whose value is known here
+    length   tokens known, or promised by a step in flight
+    computed positions whose KV is written or in flight
+    written  positions whose KV has landed
+    ====== ==================================================================
+    """
+
+    seq: I32
+    """SeqId of the row; -1 = free."""
+    length: I32
+    known: I32
+    computed: I32
+    written: I32
+    limit: I32
+    """Length at which to stop."""
+    stop: I32
+    """[rows, STOP_WIDTH] token ids that end the sequence; -1 pads."""
+    tail: I32
+    """[rows, block_size] the known tokens after the last full block."""
+    tail_block: I32
+    """The block of position `computed - 1`, as long as that position is not a block's last."""
+    turn: I32
+    """The last step that served this row while the budget was short: who waited longest goes first."""
+    cached: I32
+    """Tokens the prefix cache had at its first admission."""
+    params: npt.NDArray[Any]
+    """PARAMS of the row."""
+
+    @classmethod
+    def empty(cls, limits: Limits) -> Columns:
+        """No row in use."""
+        n = limits.max_num_seqs + 1
+
+        def zeros() -> I32:
+            return np.zeros(n, np.int32)
+
+        columns = cls(
+            seq=np.full(n, -1, np.int32),
+            length=zeros(),
+            known=zeros(),
+            computed=zeros(),
+            written=zeros(),
+            limit=zeros(),
+            stop=np.full((n, STOP_WIDTH), -1, np.int32),
+            tail=np.zeros((n, limits.block_size), np.int32),
+            tail_block=zeros(),
+            turn=zeros(),
+            cached=zeros(),
+            params=np.zeros(n, PARAMS),
+        )
+        seal(*(getattr(columns, name) for name in FIELDS))
+        return columns
+
+
+FIELDS: tuple[str, ...] = (
+    "seq", "length", "known", "computed", "written", "limit", "stop", "tail", "tail_block", "turn", "cached", "params",
+)  # fmt: skip
+
+
+class ColumnsDraft:
+    """Columns, thawed: a column is copied at its first write. Mutable on purpose; local to one call."""
+
+    __slots__ = (*FIELDS, "_owned")
+
+    def __init__(self, columns: Columns) -> None:
+        self._owned: set[str] = set()
+        for name in FIELDS:
+            setattr(self, name, getattr(columns, name))
+
+    def own(self, name: str) -> npt.NDArray[Any]:
+        """The column *name*, writable."""
+        column = getattr(self, name)
+        if name not in self._owned:
+            column = column.copy()
+            setattr(self, name, column)
+            self._owned.add(name)
+        return column
+
+    def freeze(self) -> Columns:
+        """The columns as they are now, read-only."""
+        for name in self._owned:
+            seal(getattr(self, name))
+        return Columns(*(getattr(self, name) for name in FIELDS))

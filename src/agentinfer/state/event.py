@@ -1,0 +1,60 @@
+"""Everything that can happen to an engine, as a closed union of records. A trace is a sequence of these."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from agentinfer.state.ids import SeqId
+from agentinfer.state.request import Request
+
+VERSION = 1
+"""Of the union: a trace of another version is refused."""
+
+
+@frozen
+class Arrived:
+    """A client asked for something."""
+
+    request: Request
+
+
+@frozen
+class Aborted:
+    """A client lost interest."""
+
+    seq: SeqId
+    reason: str = ""
+
+
+@frozen
+class Forked:
+    """Continue `seq` in as many more ways as there are seeds; None keeps the parent's seed."""
+
+    seq: SeqId
+    seeds: tuple[int | None, ...] = field(default=(None,), converter=tuple)
+
+
+@frozen
+class Stepped:
+    """`schedule` was called. Together with the state before, it names the plan."""
+
+
+@frozen
+class Landed:
+    """The tokens of a step are known. `bad`: indices of samples whose logits were not finite."""
+
+    step: int
+    tokens: tuple[int, ...] = field(converter=tuple)
+    bad: tuple[int, ...] = field(default=(), converter=tuple)
+
+
+@frozen
+class Failed:
+    """A step raised: its sequences end with the error."""
+
+    step: int
+    seqs: tuple[SeqId, ...] = field(converter=tuple)
+    reason: str
+
+
+Event = Arrived | Aborted | Forked | Stepped | Landed | Failed

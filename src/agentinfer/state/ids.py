@@ -1,0 +1,36 @@
+"""Names for the integers that flow through the engine, so that they cannot be mixed up."""
+
+from __future__ import annotations
+
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+SeqId = NewType("SeqId", int)
+"""One sequence. Unique for the engine's life, never reused."""
+Row = NewType("Row", int)
+"""A place in Columns and in the device's tables. Reused. Row 0 is a sink for padding, never given out."""
+BlockId = NewType("BlockId", int)
+"""A place in the KV pool. Reused. Block 0 is a sink for padding, never given out."""
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+def seal(*arrays: npt.NDArray[Any]) -> None:
+    """Make *arrays* read-only, so that a record that holds them is immutable in fact."""
+    for array in arrays:
+        array.flags.writeable = False
+
+
+def ints(column: npt.NDArray[Any]) -> list[int]:
+    """The column as Python ints: the one place where a column becomes a loop."""
+    return column.tolist()
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide, rounding up."""
+    return -(-a // b)

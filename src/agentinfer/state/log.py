@@ -1,0 +1,89 @@
+"""Persistent append-only sequences: old versions stay valid, the newest appends in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from attrs import frozen
+
+T = TypeVar("T")
+
+_COMPACT_ABOVE = 1024  # popped items before a queue is copied to let go of them
+
+
+class Log(Generic[T]):
+    """An immutable sequence whose `append` is amortised O(1).
+
+    Versions share one list; each sees only its own first `len(self)` items. Appending to the newest version
+    extends the shared list; appending to an older one (a fork) copies it first, so no version ever sees
+    another's items.
+    """
+
+    __slots__ = ("_items", "_size")
+    _items: list[T]
+    _size: int
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._items = list(items)
+        self._size = len(self._items)
+
+    def append(self, item: T) -> Log[T]:
+        """This log and one more item."""
+        items = self._items if len(self._items) == self._size else self._items[: self._size]
+        items.append(item)
+        new: Log[T] = object.__new__(Log)
+        new._items, new._size = items, self._size + 1
+        return new
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> T:
+        if not 0 <= i < self._size:
+            raise IndexError(i)
+        return self._items[i]
+
+    def __iter__(self) -> Iterator[T]:
+        for i in range(self._size):
+            yield self._items[i]
+
+    def __repr__(self) -> str:
+        return f"Log({list(self)!r})"
+
+
+@frozen(repr=False, eq=False)
+class Queue(Generic[T]):
+    """A persistent first-in-first-out queue: a log, and how much of it is gone."""
+
+    log: Log[T]
+    head: int = 0
+
+    @classmethod
+    def of(cls, items: Iterable[T] = ()) -> Queue[T]:
+        """A queue of *items*, the first one at its head."""
+        return cls(Log(items))
+
+    def __len__(self) -> int:
+        return len(self.log) - self.head
+
+    def __iter__(self) -> Iterator[T]:
+        return (self.log[i] for i in range(self.head, len(self.log)))
+
+    def __repr__(self) -> str:
+        return f"Queue({list(self)!r})"
+
+    def peek(self) -> T:
+        """The item at the head. Raises IndexError if there is none."""
+        return self.log[self.head]
+
+    def pop(self) -> Queue[T]:
+        """The queue without its head."""
+        self.log[self.head]
+        if self.head > _COMPACT_ABOVE and self.head * 2 > len(self.log):
+            return Queue(Log(self.log[i] for i in range(self.head + 1, len(self.log))))
+        return Queue(self.log, self.head + 1)
+
+    def push(self, item: T) -> Queue[T]:
+        """The queue with *item* behind the others."""
+        return Queue(self.log.append(item), self.head)

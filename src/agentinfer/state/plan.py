@@ -1,0 +1,126 @@
+"""Plan: all that the device needs for one forward pass. Sampled and Output: what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
+from agentinfer.state.sequence import Finished
+
+TableEntries = tuple[Row, int, tuple[BlockId, ...]]
+"""Block-table entries of a row: the row, the index of the first one, the blocks."""
+
+
+@frozen(eq=False)
+class SamplingColumns:
+    """How to choose each sample of a step, one element a sample (S of them)."""
+
+    params: npt.NDArray[Any]
+    """[S] of columns.PARAMS."""
+    index: I32
+    """[S] output index: how many tokens this sequence had sampled before."""
+    banned: tuple[tuple[int, tuple[int, ...]], ...]
+    """(sample, token ids that it may not choose): end and stop tokens before `min_tokens`."""
+
+    @property
+    def temperature(self) -> F32:
+        """[S] float32; below 1e-5 is greedy."""
+        return self.params["temperature"]
+
+    @property
+    def top_p(self) -> F32:
+        """[S] float32 in (0, 1]."""
+        return self.params["top_p"]
+
+    @property
+    def min_p(self) -> F32:
+        """[S] float32 in [0, 1]."""
+        return self.params["min_p"]
+
+    @property
+    def top_k(self) -> I32:
+        """[S] int32; 0 or less is off."""
+        return self.params["top_k"]
+
+    @property
+    def seed(self) -> I64:
+        """[S] int64."""
+        return self.params["seed"]
+
+
+@frozen(eq=False)
+class Plan:
+    """One forward pass. R rows take part, T positions are computed, S of them are sampled.
+
+    The positions of row i are `start[i] .. start[i] + count[i] - 1`, laid out one row after the other.
+    """
+
+    step: int
+    base: int
+    """The step of the plan that `tables` extends; -1: `tables` is complete."""
+    rows: I32
+    """[R] distinct."""
+    seqs: I32
+    """[R] SeqId of each row."""
+    start: I32
+    """[R] first position computed."""
+    count: I32
+    """[R] positions computed, at least 1."""
+    context: I32
+    """[R] keys that the row attends to: start + count."""
+    slots: I64
+    """[T] KV slot of each position: block * block_size + offset."""
+    inputs: I32
+    """[T] token id of each position; -1: the token that the row sampled in the step before, on the device."""
+    samples: I32
+    """[S] flat positions (of T) whose logits are wanted, ascending."""
+    sample_rows: I32
+    """[S] index into `rows` of each sample."""
+    sampling: SamplingColumns
+    tables: tuple[TableEntries, ...]
+    """Block-table entries that the device does not have yet, to be applied in order."""
+    copies: tuple[tuple[BlockId, BlockId], ...]
+    """(source, target) blocks whose KV is copied before anything of this step is written."""
+    preempted: tuple[SeqId, ...]
+
+
+@frozen(eq=False)
+class Sampled:
+    """What one step sampled."""
+
+    tokens: I32
+    """[S] token ids."""
+    row_offsets: I32
+    """[R + 1] the samples of row i are tokens[row_offsets[i] : row_offsets[i + 1]]."""
+    ok: Bool
+    """[S] False: the logits were not finite; that sequence fails, the others go on."""
+    logprobs: F32 | None = None
+
+
+def offsets_of(plan: Plan) -> I32:
+    """The `row_offsets` of *plan*'s samples. [R + 1] int32."""
+    edges = np.arange(len(plan.rows) + 1, dtype=np.int32)
+    return np.searchsorted(plan.sample_rows, edges).astype(np.int32)
+
+
+def sampled(plan: Plan, tokens: Any, ok: Any = None) -> Sampled:
+    """*tokens* (one a sample of *plan*) as a Sampled."""
+    ids = np.asarray(tokens, np.int32).reshape(-1)
+    return Sampled(ids, offsets_of(plan), np.ones(len(ids), np.bool_) if ok is None else np.asarray(ok, np.bool_))
+
+
+@frozen(eq=False)
+class Output:
+    """What one step gave to the outside. K tokens were accepted."""
+
+    step: int
+    seqs: I32
+    """[K] SeqId of each token."""
+    tokens: I32
+    """[K] token ids."""
+    finished: tuple[Finished, ...]
+    """Sequences that ended since the output before, for whatever reason."""

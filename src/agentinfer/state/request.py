@@ -1,0 +1,74 @@
+"""What a client asks for. Never changes once made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from agentinfer.errors import InvalidRequest
+
+
+def _number(low: float, high: float, *, open_low: bool = False) -> Any:
+    """A finite float in [low, high], or (low, high] if *open_low*."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or value > high or value < low or (open_low and value == low):
+            raise InvalidRequest(attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}")
+
+    return check
+
+
+def _integer(low: int, high: int, *, optional: bool = False) -> Any:
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if optional and value is None:
+            return
+        if type(value) is not int or not low <= value <= high:
+            raise InvalidRequest(attribute.name, f"must be an integer in [{low}, {high}], not {value!r}")
+
+    return check
+
+
+def _token_ids(_: Any, attribute: Attribute[Any], value: tuple[Any, ...]) -> None:
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise InvalidRequest(attribute.name, f"item {i} is no token id: {token!r}")
+
+
+_I31 = 2**31 - 1
+
+
+@frozen
+class SamplingParams:
+    """How to choose tokens, with the names, defaults and ranges of vLLM where both have them.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    max_tokens: int | None = field(default=None, validator=_integer(1, _I31, optional=True))
+    """Tokens to generate at most; None: to the end of `max_model_len`."""
+    temperature: float = field(default=1.0, validator=_number(0.0, 1e6))
+    """0 is greedy; so is anything below 1e-5."""
+    top_p: float = field(default=1.0, validator=_number(0.0, 1.0, open_low=True))
+    top_k: int = field(default=0, validator=_integer(-1, _I31))
+    """0 or -1: off."""
+    min_p: float = field(default=0.0, validator=_number(0.0, 1.0))
+    seed: int | None = field(default=None, validator=_integer(0, 2**63 - 1, optional=True))
+    """None: drawn from the engine's own seed and the sequence's number."""
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple, validator=_token_ids)
+    ignore_eos: bool = False
+    """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
+    min_tokens: int = field(default=0, validator=_integer(0, _I31))
+    """Tokens to generate before an end or stop token can be chosen."""
+
+
+@frozen
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt: tuple[int, ...] = field(converter=tuple, validator=_token_ids)
+    params: SamplingParams = SamplingParams()
+    salt: str | None = None
+    """Prefix-cache domain: sequences share cached blocks only with those of an equal salt; None differs from ""."""

@@ -1,0 +1,62 @@
+"""The life of a sequence: one record type a stage, so that no field is ever meaningless."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from agentinfer.state.ids import BlockId, Row, SeqId
+from agentinfer.state.request import Request
+
+FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+Status = Literal["WAITING", "PREFILL", "DECODE", "FINISHED", "REJECTED", "ABORTED"]
+
+
+@frozen
+class Waiting:
+    """Holds no row and no blocks."""
+
+    seq: SeqId
+    request: Request
+    seed: int
+    """The request's seed, or the one that was drawn for it."""
+    tokens: tuple[int, ...]
+    """The prompt, and what was generated before a preemption or a fork."""
+    parent: SeqId
+    """Whose blocks it may share at admission, if that one still runs. Its own id: nobody's."""
+
+
+@frozen
+class Running:
+    """Holds a row and blocks. Its numbers are in Columns, at that row."""
+
+    seq: SeqId
+    request: Request
+    seed: int
+    row: Row
+    tokens: tuple[tuple[int, ...], ...]
+    """One tuple a full block of known tokens; the rest is in Columns.tail."""
+    blocks: tuple[BlockId, ...]
+    hashes: tuple[int, ...]
+    """One a leading block that the prefix cache knows."""
+
+
+@frozen
+class Finished:
+    """Holds nothing but its tokens."""
+
+    seq: SeqId
+    request: Request
+    tokens: tuple[int, ...]
+    """Prompt and output."""
+    reason: FinishReason
+    detail: str = ""
+    """The stop token's id, or what went wrong."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache had when it was first admitted."""
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The generated tokens, an end or stop token included."""
+        return self.tokens[len(self.request.prompt) :]
