@@ -1,0 +1,188 @@
+"""BlockPool: who holds which KV block, and what a block remembers (the prefix cache).
+
+A block is in exactly one of three places: `free` (nothing in it), `cached` (nobody holds it, its content can
+still be found) or referenced (`refs > 0`; its content can be found too once it is registered).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from attrs import frozen
+from rpds import HashTrieMap
+
+from agentinfer.state.ids import I32, BlockId, seal
+from agentinfer.state.log import Queue
+
+ROOT = BlockId(0)
+"""The parent of a chain's first block: the sink, which is never registered itself."""
+
+BlockHash = Callable[[int, int, str | None, tuple[int, ...]], int]
+"""(seed, parent hash, salt, tokens) -> hash. Only tests inject another than `block_hash`."""
+
+
+@frozen
+class BlockKey:
+    """What a registered block holds. A hit is confirmed on this, never on the hash alone."""
+
+    hash: int
+    parent: BlockId
+    salt: str | None
+    tokens: tuple[int, ...]
+
+
+@frozen(eq=False)
+class BlockPool:
+    """The allocator's state. Read-only; change it through a PoolDraft."""
+
+    refs: I32
+    """[num_blocks + 1] sequences that hold the block."""
+    free: Queue[BlockId]
+    """Blocks that hold nothing, taken first."""
+    cached: HashTrieMap[BlockId, int]
+    """Registered blocks that nobody holds, with the ticket of their release."""
+    lru: Queue[tuple[BlockId, int]]
+    """(block, ticket), least recently released first; void where `cached` has another ticket or none."""
+    index: HashTrieMap[int, BlockId]
+    """Hash -> the one registered block with that hash."""
+    keys: HashTrieMap[BlockId, BlockKey]
+    """Block -> what it holds, if registered."""
+    ticket: int
+
+    @classmethod
+    def empty(cls, num_blocks: int) -> BlockPool:
+        """All of blocks 1 .. num_blocks free."""
+        refs = np.zeros(num_blocks + 1, np.int32)
+        seal(refs)
+        free = Queue.of(BlockId(b) for b in range(1, num_blocks + 1))
+        return cls(refs, free, HashTrieMap(), Queue.of(), HashTrieMap(), HashTrieMap(), 0)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now, cached ones included."""
+        return len(self.free) + len(self.cached)
+
+
+def block_hash(seed: int, parent: int, salt: str | None, tokens: tuple[int, ...]) -> int:
+    """The 64-bit hash of a full block, chained on its parent's hash.
+
+    BLAKE2b keyed by *seed* over a tagged, fixed-width encoding: parent, then the salt (only at the head of a
+    chain, with its length), then the token ids as int32. Equal in every process with an equal seed.
+    """
+    if salt is None:
+        head = b"none"
+    else:
+        raw = salt.encode("utf-8", "surrogatepass")
+        head = b"salt" + len(raw).to_bytes(8, "little") + raw
+    h = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"), person=b"agentinfer.kv")
+    h.update(parent.to_bytes(8, "little"))
+    h.update(head)
+    h.update(np.asarray(tokens, "<i4").tobytes())
+    return int.from_bytes(h.digest(), "little")
+
+
+class PoolDraft:
+    """The pool, thawed. Mutable on purpose; local to one call."""
+
+    def __init__(self, pool: BlockPool, seed: int, hasher: BlockHash = block_hash) -> None:
+        self._pool = pool
+        self._refs: I32 | None = None
+        self.free, self.cached, self.lru = pool.free, pool.cached, pool.lru
+        self.index, self.keys, self.ticket = pool.index, pool.keys, pool.ticket
+        self._seed, self._hasher = seed, hasher
+
+    @property
+    def refs(self) -> I32:
+        """[num_blocks + 1], to read."""
+        return self._pool.refs if self._refs is None else self._refs
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now, cached ones included."""
+        return len(self.free) + len(self.cached)
+
+    def _thaw(self) -> I32:
+        if self._refs is None:
+            self._refs = self._pool.refs.copy()
+        return self._refs
+
+    def take(self, n: int) -> tuple[BlockId, ...]:
+        """Take *n* blocks: empty ones first, then the least recently used cached ones. Needs num_available >= n."""
+        refs = self._thaw()
+        out: list[BlockId] = []
+        for _ in range(n):
+            block = self._evict() if not len(self.free) else self._pop_free()
+            refs[block] = 1
+            out.append(block)
+        return tuple(out)
+
+    def _pop_free(self) -> BlockId:
+        block = self.free.peek()
+        self.free = self.free.pop()
+        return block
+
+    def _evict(self) -> BlockId:
+        while True:
+            block, ticket = self.lru.peek()
+            self.lru = self.lru.pop()
+            if self.cached.get(block) == ticket:
+                break
+        self.cached = self.cached.remove(block)
+        self.index = self.index.remove(self.keys[block].hash)
+        self.keys = self.keys.remove(block)
+        return block
+
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Hold one more reference to each of *blocks*, reviving those that were only cached."""
+        refs = self._thaw()
+        for block in blocks:
+            if refs[block] == 0:
+                self.cached = self.cached.remove(block)
+            refs[block] += 1
+
+    def drop(self, blocks: Iterable[BlockId]) -> None:
+        """Release *blocks*, last first, so that a prefix outlives its continuations in the cache."""
+        refs = self._thaw()
+        for block in reversed(tuple(blocks)):
+            refs[block] -= 1
+            if refs[block] > 0:
+                continue
+            if block in self.keys:
+                self.ticket += 1
+                self.cached = self.cached.insert(block, self.ticket)
+                self.lru = self.lru.push((block, self.ticket))
+            else:
+                self.free = self.free.push(block)
+        if len(self.lru) > 64 + 2 * len(refs):
+            self.lru = Queue.of(entry for entry in self.lru if self.cached.get(entry[0]) == entry[1])
+
+    def find(self, parent: BlockId, salt: str | None, tokens: tuple[int, ...]) -> tuple[BlockId | None, int]:
+        """The registered block with this content after *parent*, if any, and the content's hash."""
+        h = self._hash(parent, salt, tokens)
+        block = self.index.get(h)
+        if block is not None:
+            key = self.keys[block]
+            if key.parent != parent or key.tokens != tokens or key.salt != salt:
+                block = None
+        return block, h
+
+    def register(self, block: BlockId, parent: BlockId, salt: str | None, tokens: tuple[int, ...], h: int) -> bool:
+        """Let later sequences find *block* by its content. False if another content has the same hash."""
+        if h in self.index:
+            return False
+        self.index = self.index.insert(h, block)
+        self.keys = self.keys.insert(block, BlockKey(h, parent, salt, tokens))
+        return True
+
+    def _hash(self, parent: BlockId, salt: str | None, tokens: tuple[int, ...]) -> int:
+        if parent == ROOT:
+            return self._hasher(self._seed, 0, salt, tokens)
+        return self._hasher(self._seed, self.keys[parent].hash, None, tokens)
+
+    def freeze(self) -> BlockPool:
+        """The pool as it is now, read-only."""
+        if self._refs is not None:
+            seal(self._refs)
+        return BlockPool(self.refs, self.free, self.cached, self.lru, self.index, self.keys, self.ticket)

@@ -1,0 +1,138 @@
+"""EngineState: the whole truth of one engine's control plane, as one value."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from attrs import frozen
+
+from agentinfer.state.blocks import BlockPool
+from agentinfer.state.columns import FIELDS, Columns
+from agentinfer.state.ids import I32, SeqId, ints, seal
+from agentinfer.state.limits import Limits
+from agentinfer.state.log import Queue
+from agentinfer.state.plan import TableEntries
+from agentinfer.state.sequence import Finished, Running, Status, Waiting
+
+
+@frozen(eq=False)
+class EngineState:
+    """Immutable. Every transition is a function from one of these to the next."""
+
+    limits: Limits
+    step: int
+    """Number of the next plan."""
+    next_seq: int
+    waiting: Queue[Waiting]
+    """In order of arrival."""
+    requeued: tuple[Waiting, ...]
+    """Preempted or forked sequences, oldest first: they go before `waiting`."""
+    rows: tuple[Running | None, ...]
+    """[max_num_seqs + 1]; row 0 is always None."""
+    order: I32
+    """The rows in use, oldest sequence first."""
+    cols: Columns
+    pool: BlockPool
+    retabled: tuple[TableEntries, ...]
+    """Block-table entries that changed since the last plan (a block was exchanged for its equal in the cache)."""
+    ended: tuple[Finished, ...]
+    """Ended outside commit since the last Output: rejected, aborted, failed."""
+
+
+def initial(limits: Limits) -> EngineState:
+    """An engine with nothing to do."""
+    order = np.zeros(0, np.int32)
+    seal(order)
+    return EngineState(
+        limits=limits,
+        step=0,
+        next_seq=0,
+        waiting=Queue.of(),
+        requeued=(),
+        rows=(None,) * (limits.max_num_seqs + 1),
+        order=order,
+        cols=Columns.empty(limits),
+        pool=BlockPool.empty(limits.num_blocks),
+        retabled=(),
+        ended=(),
+    )
+
+
+def has_work(state: EngineState) -> bool:
+    """Whether any sequence is waiting or running."""
+    return bool(len(state.order) or len(state.waiting) or state.requeued)
+
+
+def find_running(state: EngineState, seq: SeqId) -> Running | None:
+    """The running sequence *seq*, or None."""
+    rows = np.flatnonzero(state.cols.seq == seq)
+    return state.rows[int(rows[0])] if len(rows) and seq >= 0 else None
+
+
+def find_waiting(state: EngineState, seq: SeqId) -> Waiting | None:
+    """The waiting sequence *seq*, or None."""
+    for waiting in (*state.requeued, *state.waiting):
+        if waiting.seq == seq:
+            return waiting
+    return None
+
+
+def known_tokens(run: Running, known: int, tail: I32) -> tuple[int, ...]:
+    """All tokens of *run* whose value is known. *tail* is Columns.tail."""
+    full = [token for block in run.tokens for token in block]
+    return (*full, *ints(tail[run.row, : known - len(full)]))
+
+
+def tokens_of(state: EngineState, seq: SeqId) -> tuple[int, ...]:
+    """Prompt and output so far of a live sequence. Raises KeyError if *seq* is not waiting or running."""
+    run = find_running(state, seq)
+    if run is not None:
+        return known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
+    waiting = find_waiting(state, seq)
+    if waiting is None:
+        raise KeyError(seq)
+    return waiting.tokens
+
+
+def status(state: EngineState, seq: SeqId) -> Status:
+    """Where *seq* is in its life, derived. A sequence that has left the state is FINISHED.
+
+    Raises KeyError for an id that was never given out.
+    """
+    run = find_running(state, seq)
+    if run is not None:
+        return "PREFILL" if state.cols.computed[run.row] < state.cols.known[run.row] - 1 else "DECODE"
+    if find_waiting(state, seq) is not None:
+        return "WAITING"
+    for ended in state.ended:
+        if ended.seq == seq and ended.reason in ("rejected", "abort"):
+            return "REJECTED" if ended.reason == "rejected" else "ABORTED"
+    if not 0 <= seq < state.next_seq:
+        raise KeyError(seq)
+    return "FINISHED"
+
+
+def digest(state: EngineState) -> str:
+    """Name the state by its content, in 16 hex digits: equal on every rank and in every replay."""
+    h = hashlib.blake2b(digest_size=8)
+    for name in FIELDS:
+        h.update(getattr(state.cols, name).tobytes())
+    h.update(state.pool.refs.tobytes())
+    h.update(state.order.tobytes())
+    pool = state.pool
+    facts = (
+        state.limits,
+        state.step,
+        state.next_seq,
+        list(state.waiting),
+        state.requeued,
+        state.rows,
+        state.retabled,
+        state.ended,
+        list(pool.free),
+        [entry for entry in pool.lru if pool.cached.get(entry[0]) == entry[1]],
+        sorted((block, key.hash, key.parent) for block, key in pool.keys.items()),
+    )
+    h.update(repr(facts).encode())
+    return h.hexdigest()
