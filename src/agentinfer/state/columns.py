@@ -12,7 +12,7 @@ from agentinfer.state.ids import I32, seal
 from agentinfer.state.limits import Limits
 
 STOP_WIDTH = 4
-"""Stop ids a row that are compared in columns; more are compared one by one in commit."""
+"""Width at which Columns.stop starts; a sequence with more stop ids widens it."""
 
 PARAMS = np.dtype(
     [
@@ -51,15 +51,18 @@ class Columns:
     limit: I32
     """Length at which to stop."""
     stop: I32
-    """[rows, STOP_WIDTH] token ids that end the sequence; -1 pads."""
+    """[rows, STOP_WIDTH or more] token ids that end the sequence; -1 pads."""
     tail: I32
-    """[rows, block_size] the known tokens after the last full block."""
+    """[rows, block_size] token of position p at p % block_size, for the known positions after the last full
+    block and for the last known position."""
     tail_block: I32
     """The block of position `computed - 1`, as long as that position is not a block's last."""
     turn: I32
     """The last step that served this row while the budget was short: who waited longest goes first."""
     cached: I32
     """Tokens the prefix cache had at its first admission."""
+    born: I32
+    """Step of its admission: an older plan that names this row meant somebody else."""
     params: npt.NDArray[Any]
     """PARAMS of the row."""
 
@@ -83,6 +86,7 @@ class Columns:
             tail_block=zeros(),
             turn=zeros(),
             cached=zeros(),
+            born=zeros(),
             params=np.zeros(n, PARAMS),
         )
         seal(*(getattr(columns, name) for name in FIELDS))
@@ -90,7 +94,8 @@ class Columns:
 
 
 FIELDS: tuple[str, ...] = (
-    "seq", "length", "known", "computed", "written", "limit", "stop", "tail", "tail_block", "turn", "cached", "params",
+    "seq", "length", "known", "computed", "written", "limit", "stop", "tail", "tail_block", "turn", "cached", "born",
+    "params",
 )  # fmt: skip
 
 
@@ -98,6 +103,19 @@ class ColumnsDraft:
     """Columns, thawed: a column is copied at its first write. Mutable on purpose; local to one call."""
 
     __slots__ = (*FIELDS, "_owned")
+    seq: I32
+    length: I32
+    known: I32
+    computed: I32
+    written: I32
+    limit: I32
+    stop: I32
+    tail: I32
+    tail_block: I32
+    turn: I32
+    cached: I32
+    born: I32
+    params: npt.NDArray[Any]
 
     def __init__(self, columns: Columns) -> None:
         self._owned: set[str] = set()
@@ -112,6 +130,17 @@ class ColumnsDraft:
             setattr(self, name, column)
             self._owned.add(name)
         return column
+
+    def adopt(self, name: str, column: npt.NDArray[Any]) -> None:
+        """Take *column*, which nobody else holds, for the column *name*."""
+        setattr(self, name, column)
+        self._owned.add(name)
+
+    def clear(self, rows: Any) -> None:
+        """Free *rows*."""
+        self.own("seq")[rows] = -1
+        for name in ("length", "known", "computed", "written"):
+            self.own(name)[rows] = 0
 
     def freeze(self) -> Columns:
         """The columns as they are now, read-only."""

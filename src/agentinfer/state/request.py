@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from attrs import Attribute, field, frozen
+from attrs.validators import instance_of, optional
 
 from agentinfer.errors import InvalidRequest
 
@@ -38,6 +39,8 @@ def _token_ids(_: Any, attribute: Attribute[Any], value: tuple[Any, ...]) -> Non
 
 
 _I31 = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 256
+"""Stop ids are compared in columns, a column a stop id: so many at most."""
 
 
 @frozen
@@ -63,6 +66,12 @@ class SamplingParams:
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
     """Tokens to generate before an end or stop token can be chosen."""
 
+    def __attrs_post_init__(self) -> None:
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("stop_token_ids", f"has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+
 
 @frozen
 class Request:
@@ -70,5 +79,5 @@ class Request:
 
     prompt: tuple[int, ...] = field(converter=tuple, validator=_token_ids)
     params: SamplingParams = SamplingParams()
-    salt: str | None = None
+    salt: str | None = field(default=None, validator=optional(instance_of(str)))
     """Prefix-cache domain: sequences share cached blocks only with those of an equal salt; None differs from ""."""

@@ -25,6 +25,8 @@ class Waiting:
     """The prompt, and what was generated before a preemption or a fork."""
     parent: SeqId
     """Whose blocks it may share at admission, if that one still runs. Its own id: nobody's."""
+    cached: int = -1
+    """Tokens the prefix cache had at its first admission; -1 before it."""
 
 
 @frozen

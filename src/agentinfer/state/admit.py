@@ -1,0 +1,226 @@
+"""Who may come in, and who leaves early: validate, arrive, abort, fork, fail; and the one admission rule. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+from attrs import evolve, frozen
+
+from agentinfer.errors import InvalidRequest
+from agentinfer.state.blocks import ROOT, PoolDraft
+from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.engine import EngineState, find_running, find_waiting, known_tokens
+from agentinfer.state.ids import BlockId, SeqId, cdiv, ints, seal
+from agentinfer.state.limits import Limits
+from agentinfer.state.log import Queue
+from agentinfer.state.request import Request
+from agentinfer.state.sequence import Finished, FinishReason, Running, Waiting
+
+
+def limit_of(limits: Limits, request: Request) -> int:
+    """The length in tokens at which *request* ends."""
+    max_tokens = request.params.max_tokens
+    return limits.max_model_len if max_tokens is None else len(request.prompt) + max_tokens
+
+
+def validate(limits: Limits, request: Request) -> None:
+    """Refuse what can never be served. Raises InvalidRequest naming the field and both numbers."""
+    prompt, params = len(request.prompt), request.params
+    if prompt == 0:
+        raise InvalidRequest("prompt", "has no tokens")
+    for name, ids in (("prompt", request.prompt), ("stop_token_ids", params.stop_token_ids)):
+        if ids and max(ids) >= limits.vocab_size:
+            raise InvalidRequest(name, f"token id {max(ids)} is outside the vocabulary of {limits.vocab_size}")
+    if prompt >= limits.max_model_len:
+        raise InvalidRequest("prompt", f"has {prompt} tokens; max_model_len {limits.max_model_len} leaves no room for output")
+    limit = limit_of(limits, request)
+    if limit > limits.max_model_len:
+        raise InvalidRequest(
+            "max_tokens", f"prompt {prompt} + max_tokens {params.max_tokens} is more than max_model_len {limits.max_model_len}"
+        )
+    if prompt + params.min_tokens > limit:
+        raise InvalidRequest("min_tokens", f"prompt {prompt} + min_tokens {params.min_tokens} is more than {limit}")
+    pool = limits.num_blocks * limits.block_size
+    if limit - 1 > pool:
+        raise InvalidRequest(
+            "max_tokens", f"prompt {prompt} up to length {limit} needs {limit - 1} KV slots; the pool has {pool}"
+        )
+
+
+def seed_of(limits: Limits, request: Request, seq: SeqId) -> int:
+    """The request's seed, or one drawn from the engine's seed and the sequence's number. In [0, 2**63)."""
+    if request.params.seed is not None:
+        return request.params.seed
+    drawn = hashlib.blake2b(f"{limits.seed} {seq}".encode(), digest_size=8, person=b"agentinfer.seed")
+    return int.from_bytes(drawn.digest(), "little") >> 1
+
+
+def arrive(state: EngineState, request: Request) -> tuple[EngineState, SeqId]:
+    """Queue *request*. Total: what can never fit ends at once as Finished("rejected")."""
+    seq = SeqId(state.next_seq)
+    try:
+        validate(state.limits, request)
+    except InvalidRequest as error:
+        ended = (*state.ended, Finished(seq, request, request.prompt, "rejected", str(error)))
+        return evolve(state, next_seq=seq + 1, ended=ended), seq
+    waiting = Waiting(seq, request, seed_of(state.limits, request, seq), request.prompt, seq)
+    return evolve(state, next_seq=seq + 1, waiting=state.waiting.push(waiting)), seq
+
+
+def abort(state: EngineState, seq: SeqId, reason: str = "") -> EngineState:
+    """End *seq*, wherever it is. An id that is not live is ignored: the client may be late."""
+    return end(state, (seq,), "abort", reason)
+
+
+def fail(state: EngineState, seqs: Collection[SeqId], reason: str) -> EngineState:
+    """End *seqs* with an error: their step raised. Their blocks return; nothing new enters the prefix cache."""
+    return end(state, seqs, "error", reason)
+
+
+def end(state: EngineState, seqs: Collection[SeqId], reason: FinishReason, detail: str) -> EngineState:
+    """End those of *seqs* that are live; the loop finds them in `ended`."""
+    running = [run for seq in seqs if (run := find_running(state, seq)) is not None]
+    waiting = [w for seq in seqs if (w := find_waiting(state, seq)) is not None]
+    if not running and not waiting:
+        return state
+    ended = [Finished(w.seq, w.request, w.tokens, reason, detail, max(w.cached, 0)) for w in waiting]
+    for run in running:
+        tokens = known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
+        ended.append(Finished(run.seq, run.request, tokens, reason, detail, int(state.cols.cached[run.row])))
+    state = _unqueue(state, {w.seq for w in waiting}) if waiting else state
+    state = release(state, running) if running else state
+    return evolve(state, ended=(*state.ended, *ended))
+
+
+def release(state: EngineState, running: Sequence[Running]) -> EngineState:
+    """Take rows and blocks away from *running*."""
+    cols, pool = ColumnsDraft(state.cols), PoolDraft(state.pool, state.limits.seed)
+    rows = list(state.rows)
+    for run in running:
+        pool.drop(run.blocks)
+        rows[run.row] = None
+    cols.clear([run.row for run in running])
+    order = state.order[cols.seq[state.order] >= 0]
+    seal(order)
+    return evolve(state, rows=tuple(rows), order=order, cols=cols.freeze(), pool=pool.freeze())
+
+
+def _unqueue(state: EngineState, seqs: set[SeqId]) -> EngineState:
+    requeued = tuple(w for w in state.requeued if w.seq not in seqs)
+    if len(state.requeued) - len(requeued) == len(seqs):
+        return evolve(state, requeued=requeued)
+    return evolve(state, requeued=requeued, waiting=Queue.of(w for w in state.waiting if w.seq not in seqs))
+
+
+def fork(
+    state: EngineState, seq: SeqId, n: int = 1, seeds: Sequence[int | None] | None = None
+) -> tuple[EngineState, tuple[SeqId, ...]]:
+    """Continue *seq* in *n* more ways, from its known tokens (never one in flight).
+
+    The children wait at the front and share the parent's landed blocks copy-on-write when `schedule` admits
+    them; should the parent have left by then, the prefix cache serves them. *seeds*: one a child; None: the
+    parent's. Raises KeyError if *seq* is not live, ValueError if *seeds* has not *n* items.
+    """
+    run, waiting = find_running(state, seq), find_waiting(state, seq)
+    if run is not None:
+        request, seed, parent = run.request, run.seed, seq
+        tokens = known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
+    elif waiting is not None:
+        request, seed, parent, tokens = waiting.request, waiting.seed, waiting.parent, waiting.tokens
+    else:
+        raise KeyError(seq)
+    chosen = (None,) * n if seeds is None else tuple(seeds)
+    if len(chosen) != n:
+        raise ValueError(f"{len(chosen)} seeds for {n} children")
+    children = tuple(
+        Waiting(SeqId(state.next_seq + i), request, seed if s is None else s, tokens, parent) for i, s in enumerate(chosen)
+    )
+    state = evolve(state, next_seq=state.next_seq + n, requeued=(*state.requeued, *children))
+    return state, tuple(child.seq for child in children)
+
+
+@frozen
+class Claim:
+    """What admitting a sequence would share and take."""
+
+    shared: tuple[BlockId, ...]
+    """Blocks to hold, from its first position on."""
+    hashes: tuple[int, ...]
+    """Of the leading ones of `shared` that are registered."""
+    source: BlockId
+    """A block whose first positions are to be copied to its first own block; ROOT: none."""
+    computed: int
+    """Positions whose KV it gets that way."""
+
+
+def claim(limits: Limits, pool: PoolDraft, waiting: Waiting, parent: Running | None, written: int) -> Claim:
+    """The most KV that *waiting* can have without computing: from the prefix cache, or from its running parent.
+
+    *written*: the parent's landed positions. The last known token is always left to compute, and a block that
+    will be written is never shared.
+    """
+    size, tokens = limits.block_size, waiting.tokens
+    full = (len(tokens) - 1) // size
+    shared: list[BlockId] = []
+    hashes: list[int] = []
+    if limits.prefix_cache:
+        above = ROOT
+        for i in range(full):
+            block, h = pool.find(above, waiting.request.salt, tokens[i * size : (i + 1) * size])
+            if block is None:
+                break
+            shared.append(block)
+            hashes.append(h)
+            above = block
+    if parent is not None:
+        usable = min(written, len(tokens) - 1)
+        if usable > len(shared) * size:
+            whole = usable // size
+            blocks = (*shared, *parent.blocks[len(shared) : whole])
+            source = parent.blocks[whole] if usable % size else ROOT
+            return Claim(blocks, tuple(hashes), source, usable)
+    return Claim(tuple(shared), tuple(hashes), ROOT, len(shared) * size)
+
+
+def blocks_wanted(limits: Limits, waiting: Waiting, *, reserve: bool) -> int:
+    """Blocks that must be obtainable before *waiting* is admitted, shared ones included.
+
+    reserve: all that it can ever need. Otherwise: its known tokens and one position more.
+    """
+    slots = limit_of(limits, waiting.request) - 1
+    if not reserve:
+        slots = min(slots, len(waiting.tokens) + 1)
+    return cdiv(slots, limits.block_size)
+
+
+def promised(state: EngineState, cols: ColumnsDraft, rows: list[int]) -> int:
+    """Blocks that the running *rows* may still take before they end. *cols* count this step's positions."""
+    size = state.limits.block_size
+    held = -(-cols.computed[rows] // size)
+    return int((-(-(cols.limit[rows] - 1) // size) - held).sum())
+
+
+def affordable(pool: PoolDraft, wanted: Claim, blocks: int, spoken_for: int) -> bool:
+    """The one admission rule: *blocks* in all, of which the claim's shared ones need not be taken.
+
+    *spoken_for*: blocks promised to others.
+    """
+    revived = sum(1 for block in wanted.shared if pool.refs[block] == 0)
+    return pool.num_available - revived - spoken_for >= blocks - len(wanted.shared)
+
+
+def fits(state: EngineState, waiting: Waiting, *, reserve: bool) -> bool:
+    """Whether `schedule` could admit *waiting* now: a row is free, and blocks enough."""
+    if len(state.order) >= state.limits.max_num_seqs:
+        return False
+    pool, cols = PoolDraft(state.pool, state.limits.seed), ColumnsDraft(state.cols)
+    wanted = claim(state.limits, pool, waiting, *parent_of(state, waiting))
+    spoken_for = promised(state, cols, ints(state.order)) if reserve else 0
+    return affordable(pool, wanted, blocks_wanted(state.limits, waiting, reserve=reserve), spoken_for)
+
+
+def parent_of(state: EngineState, waiting: Waiting) -> tuple[Running | None, int]:
+    """The running parent of *waiting*, and how many of its positions have landed."""
+    parent = find_running(state, waiting.parent) if waiting.parent != waiting.seq else None
+    return parent, 0 if parent is None else int(state.cols.written[parent.row])

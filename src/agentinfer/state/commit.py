@@ -1,0 +1,172 @@
+"""commit: fold the tokens of a step into the state. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+
+from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
+from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.engine import EngineState, known_tokens
+from agentinfer.state.ids import I32, BlockId, Bool, Row, ints, seal
+from agentinfer.state.plan import Output, Plan, Sampled, TableEntries
+from agentinfer.state.sequence import Finished, FinishReason, Running
+
+
+def commit(
+    state: EngineState, plan: Plan, sampled: Sampled, hasher: BlockHash = block_hash
+) -> tuple[EngineState, Output]:
+    """Record the tokens of *plan*, remember the blocks it completed, end what has ended.
+
+    Rows that ended, were preempted or were given away since the plan was made are skipped. A sample that is
+    not `ok` ends its sequence with an error, and nothing of that step is remembered. Raises ValueError if
+    *sampled* has not one token a sample.
+    """
+    if len(sampled.tokens) != len(plan.samples):
+        raise ValueError(f"step {plan.step}: {len(sampled.tokens)} tokens for {len(plan.samples)} samples")
+    draft = _Draft(state, hasher)
+    cols, size = draft.cols, state.limits.block_size
+    landed = (cols.seq[plan.rows] == plan.seqs) & (cols.born[plan.rows] <= plan.step)
+    everyone = bool(landed.all())
+    rows, context = (plan.rows, plan.context) if everyone else (plan.rows[landed], plan.context[landed])
+    cols.own("written")[rows] = context
+
+    sample_rows, tokens, ok = plan.sample_rows, sampled.tokens, sampled.ok
+    if not everyone:
+        alive = landed[sample_rows]
+        sample_rows, tokens, ok = sample_rows[alive], tokens[alive], ok[alive]
+    rows = plan.rows[sample_rows]
+    broken = rows[~ok] if not ok.all() else rows[:0]
+    if len(broken):
+        rows, tokens, sample_rows = rows[ok], tokens[ok], sample_rows[ok]
+    before = cols.known[rows]
+    after = before + 1
+    cols.own("tail")[rows, before % size] = tokens
+    cols.own("known")[rows] = after
+    stopped = (cols.stop[rows] == tokens[:, None]).any(axis=1)
+    if stopped.any():
+        stopped &= before >= cols.params["floor"][rows]
+    ended = stopped | (after >= cols.limit[rows])
+
+    for row in ints(rows[after % size == 0]):
+        _fill(draft, row)
+    touched = context // size > (context - plan.count if everyone else context - plan.count[landed]) // size
+    if state.limits.prefix_cache and touched.any():
+        landed_rows = plan.rows if everyone else plan.rows[landed]
+        for row in ints(landed_rows[touched]):
+            if row not in broken:
+                _remember(draft, row)
+    _end(draft, rows, tokens, ended, stopped, broken)
+    seqs = plan.seqs[sample_rows]
+    seal(seqs, tokens)
+    finished = (*state.ended, *draft.finished)
+    return _next_state(draft, ended=bool(len(draft.finished))), Output(plan.step, seqs, tokens, finished)
+
+
+def flush(state: EngineState) -> tuple[EngineState, Output | None]:
+    """What ended outside a step, as an Output without tokens; None if nothing did."""
+    if not state.ended:
+        return state, None
+    none = np.zeros(0, np.int32)
+    seal(none)
+    return evolve(state, ended=()), Output(state.step - 1, none, none, state.ended)
+
+
+class _Draft:
+    """What one call of commit builds. Mutable on purpose; it never escapes."""
+
+    def __init__(self, state: EngineState, hasher: BlockHash) -> None:
+        self.state = state
+        self.cols = ColumnsDraft(state.cols)
+        self.pool = PoolDraft(state.pool, state.limits.seed, hasher)
+        self.rows: list[Running | None] | None = None
+        self.retabled: list[TableEntries] = []
+        self.finished: list[Finished] = []
+
+    def running(self, row: int) -> Running:
+        """The record of a row in use."""
+        run = self.state.rows[row] if self.rows is None else self.rows[row]
+        if run is None:
+            raise IndexError(f"row {row} is not in use")
+        return run
+
+    def put(self, row: int, run: Running | None) -> None:
+        """Set the record of *row*."""
+        if self.rows is None:
+            self.rows = list(self.state.rows)
+        self.rows[row] = run
+
+
+def _fill(draft: _Draft, row: int) -> None:
+    """Move a tail block that has just become full from the columns to the record."""
+    run = draft.running(row)
+    tokens = (*run.tokens, tuple(ints(draft.cols.tail[row])))
+    draft.put(row, Running(run.seq, run.request, run.seed, run.row, tokens, run.blocks, run.hashes))
+
+
+def _remember(draft: _Draft, row: int) -> None:
+    """Register the full blocks of *row* whose KV has landed; exchange those whose content is known already."""
+    run, pool = draft.running(row), draft.pool
+    full = min(int(draft.cols.written[row]) // draft.state.limits.block_size, len(run.tokens))
+    blocks, hashes = run.blocks, list(run.hashes)
+    for i in range(len(hashes), full):
+        parent = blocks[i - 1] if i else ROOT
+        found, h = pool.find(parent, run.request.salt, run.tokens[i])
+        if found is None:
+            if not pool.register(blocks[i], parent, run.request.salt, run.tokens[i], h):
+                break  # another content has this hash; what follows could not be found either
+        elif found != blocks[i]:
+            blocks = _exchange(draft, run.row, blocks, i, found)
+        hashes.append(h)
+    if len(hashes) > len(run.hashes):
+        draft.put(row, Running(run.seq, run.request, run.seed, run.row, run.tokens, blocks, tuple(hashes)))
+
+
+def _exchange(draft: _Draft, row: Row, blocks: tuple[BlockId, ...], i: int, found: BlockId) -> tuple[BlockId, ...]:
+    """Hold *found* in the place of block *i*, which has the same content: equal prefixes are kept once."""
+    draft.pool.hold((found,))
+    draft.pool.drop((blocks[i],))
+    draft.retabled.append((row, i, (found,)))
+    return (*blocks[:i], found, *blocks[i + 1 :])
+
+
+def _end(draft: _Draft, rows: I32, tokens: I32, ended: Bool, stopped: Bool, broken: I32) -> None:
+    """Release what has ended."""
+    if ended.any():
+        for row, token, stop in zip(ints(rows[ended]), ints(tokens[ended]), ints(stopped[ended]), strict=True):
+            _finish(draft, row, "stop" if stop else "length", str(token) if stop else "")
+    for row in ints(broken):
+        _finish(draft, row, "error", "the logits are not finite")
+    if draft.finished:
+        draft.cols.clear([*ints(rows[ended]), *ints(broken)])
+
+
+def _finish(draft: _Draft, row: int, reason: FinishReason, detail: str) -> None:
+    run, cols = draft.running(row), draft.cols
+    known = known_tokens(run, int(cols.known[row]), cols.tail)
+    draft.finished.append(Finished(run.seq, run.request, known, reason, detail, int(cols.cached[row])))
+    draft.pool.drop(run.blocks)
+    draft.put(row, None)
+
+
+def _next_state(draft: _Draft, *, ended: bool) -> EngineState:
+    state, order, cols = draft.state, draft.state.order, draft.cols.freeze()
+    retabled = state.retabled
+    if draft.retabled:
+        retabled = (*retabled, *(entry for entry in draft.retabled if cols.seq[entry[0]] >= 0))
+    if ended:
+        order = order[cols.seq[order] >= 0]
+        seal(order)
+    return EngineState(
+        limits=state.limits,
+        step=state.step,
+        next_seq=state.next_seq,
+        waiting=state.waiting,
+        requeued=state.requeued,
+        rows=state.rows if draft.rows is None else tuple(draft.rows),
+        order=order,
+        cols=cols,
+        pool=draft.pool.freeze(),
+        retabled=retabled,
+        ended=(),
+    )

@@ -1,0 +1,371 @@
+"""schedule: decide the next forward pass. Pure.
+
+Every row's `computed` catches up with its `length`; a decode is the case where it is one behind, and there is
+no other difference between prefill, a chunk, a resumed sequence and a decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from attrs import evolve
+
+from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, promised
+from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
+from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.engine import EngineState, find_running, known_tokens
+from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, ints, seal
+from agentinfer.state.log import Queue
+from agentinfer.state.plan import Plan, SamplingColumns, TableEntries
+from agentinfer.state.policy import Policy, Turn, throughput
+from agentinfer.state.sequence import Running, Waiting
+
+
+def schedule(
+    state: EngineState, policy: Policy = throughput, hasher: BlockHash = block_hash
+) -> tuple[EngineState, Plan | None]:
+    """Plan one step, by the first of the policy's turns that gives work; None: nothing to do now.
+
+    The state that comes back counts the planned positions as computed and the sampled tokens as promised,
+    so that the step after can be planned before this one has landed. Without a plan it is *state* itself.
+    """
+    for turn in policy(state):
+        draft = _Draft(state, hasher)
+        rows, count = _serve(draft, turn)
+        entered = _admit(draft, turn, rows, count) if not draft.preempted else []
+        if not entered:
+            if not len(rows):
+                continue
+            return _finish(draft, rows, count, state.cols.computed[rows], turn)
+        new, start, length = (np.array(column, np.int32) for column in zip(*entered, strict=True))
+        start = np.concatenate([state.cols.computed[rows], start])
+        return _finish(draft, np.concatenate([rows, new]), np.concatenate([count, length]), start, turn)
+    return state, None
+
+
+class _Draft:
+    """What one call of schedule builds. Mutable on purpose; it never escapes."""
+
+    def __init__(self, state: EngineState, hasher: BlockHash) -> None:
+        self.state = state
+        self.limits = state.limits
+        self.cols = ColumnsDraft(state.cols)
+        self.pool = PoolDraft(state.pool, state.limits.seed, hasher)
+        self.rows: Sequence[Running | None] = state.rows
+        self.order = state.order
+        self.preempted: list[Waiting] = []
+        self.admitted: list[Waiting] = []
+        self.tables: list[TableEntries] = list(state.retabled)
+        self.copies: list[tuple[BlockId, BlockId]] = []
+
+    def put(self, row: int, run: Running | None) -> None:
+        """Set the record of *row*."""
+        if not isinstance(self.rows, list):
+            self.rows = list(self.rows)
+        self.rows[row] = run
+
+    def running(self, row: int) -> Running:
+        """The record of a row in use."""
+        run = self.rows[row]
+        if run is None:
+            raise IndexError(f"row {row} is not in use")
+        return run
+
+
+def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32]:
+    """The running rows of *turn* and their counts, with blocks for all of it, after preemptions if need be."""
+    rows, count = turn.rows, turn.count
+    if not len(rows):
+        return rows, count
+    if not count.all():
+        rows, count = rows[count > 0], count[count > 0]
+    budget = draft.limits.max_num_batched_tokens
+    if int(count.sum()) > budget:
+        count = np.diff(np.minimum(np.cumsum(count), budget), prepend=0).astype(np.int32)
+        rows, count = rows[count > 0], count[count > 0]
+    size = draft.limits.block_size
+    at = draft.state.cols.computed[rows] % size
+    growing = np.flatnonzero((at == 0) | (at + count > size))
+    if not len(growing):
+        return rows, count
+    start = draft.state.cols.computed[rows[growing]]
+    extra = -(-(start + count[growing]) // size) - -(-start // size)
+    grow = dict(zip(ints(rows[growing]), ints(extra), strict=True))
+    gone = _make_room(draft, grow, turn.victims)
+    for row, n in grow.items():
+        _extend(draft, row, draft.pool.take(n))
+    if gone:
+        stay = ~np.isin(rows, gone)
+        rows, count = rows[stay], count[stay]
+    return rows, count
+
+
+def _make_room(draft: _Draft, grow: dict[int, int], victims: I32) -> list[int]:
+    """Preempt *victims* until the blocks of *grow* can be had; who still can not have them sits this step out.
+
+    Rows that lose their turn leave *grow*; they are returned.
+    """
+    short, gone = sum(grow.values()), list[int]()
+    for row in ints(victims):
+        if short <= draft.pool.num_available:
+            break
+        short -= grow.pop(row, 0)
+        _preempt(draft, draft.running(row))
+        gone.append(row)
+    while short > draft.pool.num_available:
+        row, n = grow.popitem()
+        short -= n
+        gone.append(row)
+    if draft.preempted:
+        draft.order = draft.order[draft.cols.seq[draft.order] >= 0]
+    return gone
+
+
+def _preempt(draft: _Draft, run: Running) -> None:
+    """Send *run* back to wait; its KV is forgotten, but for what the prefix cache keeps."""
+    cols = draft.state.cols
+    tokens = known_tokens(run, int(cols.known[run.row]), cols.tail)
+    draft.preempted.append(Waiting(run.seq, run.request, run.seed, tokens, run.seq, int(cols.cached[run.row])))
+    draft.pool.drop(run.blocks)
+    draft.cols.clear(run.row)
+    draft.put(run.row, None)
+
+
+def _extend(draft: _Draft, row: int, blocks: tuple[BlockId, ...]) -> None:
+    run = draft.running(row)
+    draft.put(row, Running(run.seq, run.request, run.seed, run.row, run.tokens, run.blocks + blocks, run.hashes))
+    draft.tables.append((run.row, len(run.blocks), blocks))
+    draft.cols.own("tail_block")[row] = blocks[-1]
+
+
+def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32) -> list[tuple[int, int, int]]:
+    """Admit from the turn's queue while there is a row, a budget and room: (row, start, count) of each."""
+    budget = draft.limits.max_num_batched_tokens - int(count.sum())
+    vacant = draft.limits.max_num_seqs - len(draft.order)
+    entered: list[tuple[int, int, int]] = []
+    if budget <= 0 or vacant <= 0:
+        return entered
+    free: Iterator[int] | None = None
+    spoken_for = 0
+    for waiting in turn.admit:
+        if free is None:
+            free = iter(ints(np.flatnonzero(draft.cols.seq < 0)[1:]))
+            if turn.reserve:
+                draft.cols.own("computed")[rows] = draft.state.cols.computed[rows] + count
+                spoken_for = promised(draft.state, draft.cols, ints(draft.order))
+        if budget <= 0 or len(entered) >= vacant:
+            break
+        run, start, n = _enter(draft, waiting, Row(next(free)), budget, spoken_for, reserve=turn.reserve)
+        if run is None:
+            break
+        if turn.reserve:
+            spoken_for += cdiv(int(draft.cols.limit[run.row]) - 1, draft.limits.block_size) - len(run.blocks)
+        budget -= n
+        entered.append((run.row, start, n))
+        draft.admitted.append(waiting)
+    return entered
+
+
+def _enter(
+    draft: _Draft, waiting: Waiting, row: Row, budget: int, spoken_for: int, *, reserve: bool
+) -> tuple[Running | None, int, int]:
+    """Give *waiting* the *row* and blocks for its first positions, if it fits."""
+    limits, pool = draft.limits, draft.pool
+    parent = find_running(draft.state, waiting.parent) if waiting.parent != waiting.seq else None
+    written = 0 if parent is None else int(draft.state.cols.written[parent.row])
+    had = claim(limits, pool, waiting, parent, written)
+    if not affordable(pool, had, blocks_wanted(limits, waiting, reserve=reserve), spoken_for):
+        return None, 0, 0
+    n = min(len(waiting.tokens) - had.computed, budget)
+    if had.shared:
+        pool.hold(had.shared)
+    fresh = pool.take(cdiv(had.computed + n, limits.block_size) - len(had.shared))
+    if had.source != ROOT:
+        draft.copies.append((had.source, fresh[0]))
+    size, tokens = limits.block_size, waiting.tokens
+    full = len(tokens) // size * size
+    run = Running(
+        seq=waiting.seq,
+        request=waiting.request,
+        seed=waiting.seed,
+        row=row,
+        tokens=tuple(tokens[i : i + size] for i in range(0, full, size)),
+        blocks=(*had.shared, *fresh),
+        hashes=had.hashes,
+    )
+    draft.put(row, run)
+    draft.tables.append((row, 0, run.blocks))
+    _write_columns(draft, run, waiting, had.computed)
+    return run, had.computed, n
+
+
+def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int) -> None:
+    """The numbers of a sequence that has just been admitted."""
+    cols, row, tokens, request = draft.cols, run.row, waiting.tokens, waiting.request
+    size, params = draft.limits.block_size, request.params
+    prompt = len(request.prompt)
+    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(draft.limits.eos_ids))
+    if len(stop) > cols.stop.shape[1]:
+        wider = np.full((len(cols.seq), len(stop)), -1, np.int32)
+        wider[:, : cols.stop.shape[1]] = cols.stop
+        cols.adopt("stop", wider)
+    cols.own("stop")[row] = -1
+    cols.stop[row, : len(stop)] = sorted(stop)
+    cols.own("seq")[row] = run.seq
+    cols.own("length")[row] = len(tokens)
+    cols.own("known")[row] = len(tokens)
+    cols.own("computed")[row] = computed
+    cols.own("written")[row] = computed
+    cols.own("limit")[row] = limit_of(draft.limits, request)
+    cols.own("turn")[row] = 0
+    cols.own("born")[row] = draft.state.step
+    cols.own("cached")[row] = computed if waiting.cached < 0 else waiting.cached
+    cols.own("tail_block")[row] = run.blocks[-1]
+    tail = cols.own("tail")
+    full = len(tokens) // size * size
+    tail[row] = 0
+    tail[row, : len(tokens) - full] = tokens[full:]
+    tail[row, (len(tokens) - 1) % size] = tokens[-1]
+    cols.own("params")[row] = (
+        params.temperature, params.top_p, params.min_p, params.top_k, run.seed, prompt, prompt + params.min_tokens,
+    )  # fmt: skip
+
+
+def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tuple[EngineState, Plan]:
+    """The plan of *rows*, and the state in which it is under way."""
+    state, cols = draft.state, draft.cols
+    end = start + count
+    slots, inputs, last = _layout(draft, rows, start, count)
+    cols.own("computed")[rows] = end
+    length = cols.own("length")
+    sampling = end == length[rows]
+    if sampling.all():
+        sample_rows, sampled = np.arange(len(rows), dtype=np.int32), rows
+    else:
+        sample_rows = np.flatnonzero(sampling).astype(np.int32)
+        sampled, last = rows[sample_rows], last[sample_rows]
+    before = length[sampled]
+    length[sampled] = before + 1  # the token this step will sample, promised
+    if turn.short:
+        cols.own("turn")[rows] = state.step + 1
+    plan = Plan(
+        step=state.step,
+        base=state.step - 1,
+        rows=rows,
+        seqs=cols.seq[rows],
+        start=start,
+        count=count,
+        context=end,
+        slots=slots,
+        inputs=inputs,
+        samples=last,
+        sample_rows=sample_rows,
+        sampling=_sampling(draft, sampled, before),
+        tables=tuple(draft.tables),
+        copies=tuple(draft.copies),
+        preempted=tuple(w.seq for w in draft.preempted),
+    )
+    seal(rows, plan.seqs, start, count, end, slots, inputs, last, sample_rows)
+    return _next_state(draft), plan
+
+
+def _next_state(draft: _Draft) -> EngineState:
+    state, order = draft.state, draft.order
+    waiting, requeued = state.waiting, state.requeued
+    if draft.admitted or draft.preempted:
+        rows = [run.row for run in draft.rows if run is not None]
+        order = np.array(sorted(rows, key=lambda row: draft.cols.seq[row]), np.int32)
+        waiting, requeued = _leave_queues(draft)
+    seal(order)
+    return EngineState(
+        limits=state.limits,
+        step=state.step + 1,
+        next_seq=state.next_seq,
+        waiting=waiting,
+        requeued=requeued,
+        rows=tuple(draft.rows),
+        order=order,
+        cols=draft.cols.freeze(),
+        pool=draft.pool.freeze(),
+        retabled=(),
+        ended=state.ended,
+    )
+
+
+def _leave_queues(draft: _Draft) -> tuple[Queue[Waiting], tuple[Waiting, ...]]:
+    """The queues without who was admitted, and with who was preempted in front, by age."""
+    admitted = {w.seq for w in draft.admitted}
+    requeued = [w for w in draft.state.requeued if w.seq not in admitted]
+    left = len(admitted) - (len(draft.state.requeued) - len(requeued))
+    waiting = draft.state.waiting
+    while left and waiting.peek().seq in admitted:
+        waiting, left = waiting.pop(), left - 1
+    if left:
+        waiting = Queue.of(w for w in waiting if w.seq not in admitted)
+    return waiting, tuple(sorted([*draft.preempted, *requeued], key=lambda w: w.seq))
+
+
+def _sampling(draft: _Draft, rows: I32, length: I32) -> SamplingColumns:
+    """How to choose the token at position *length* of each of *rows*."""
+    params = draft.cols.params[rows]
+    index = length - params["prompt"]
+    held = length < params["floor"]
+    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    if held.any():
+        stops = draft.cols.stop
+        banned = tuple((i, tuple(t for t in ints(stops[rows[i]]) if t >= 0)) for i in ints(np.flatnonzero(held)))
+    seal(params, index)
+    return SamplingColumns(params, index, banned)
+
+
+def _layout(draft: _Draft, rows: I32, start: I32, count: I32) -> tuple[I64, I32, I32]:
+    """Slots and input ids of every position, and each row's last flat position. One-position rows need no loop."""
+    cols, size = draft.cols, draft.limits.block_size
+    if len(rows) == int(count.sum()):
+        slots, inputs = _layout_single(draft, rows, start)
+        return slots, inputs, np.arange(len(rows), dtype=np.int32)
+    ends = np.cumsum(count, dtype=np.int32)
+    slots, inputs = np.empty(int(ends[-1]), np.int64), np.empty(int(ends[-1]), np.int32)
+    single = count == 1
+    slots[ends[single] - 1], inputs[ends[single] - 1] = _layout_single(draft, rows[single], start[single])
+    for row, first, n, end in zip(*(ints(x[~single]) for x in (rows, start, count, ends)), strict=True):
+        run = draft.running(row)
+        position = np.arange(first, first + n)
+        blocks = np.array(run.blocks, np.int64)
+        slots[end - n : end] = blocks[position // size] * size + position % size
+        inputs[end - n : end] = known_tokens(run, int(cols.known[row]), cols.tail)[first : first + n]
+        cols.own("tail_block")[row] = run.blocks[(first + n - 1) // size]
+    return slots, inputs, ends - 1
+
+
+def _layout_single(draft: _Draft, rows: I32, start: I32) -> tuple[I64, I32]:
+    """Slot and input id of rows that compute one position: the tail's last token, or one still in flight."""
+    cols, size = draft.cols, draft.limits.block_size
+    at = start % size
+    slots = cols.tail_block[rows].astype(np.int64) * size + at
+    known = cols.known[rows]
+    inputs = np.where(start < known, cols.tail[rows, at], np.int32(-1))
+    early = start < known - 1
+    if early.any():  # a one-position chunk in the middle of a prompt
+        for i, row, position in zip(*(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True):
+            run = draft.running(row)
+            full = position // size
+            inputs[i] = run.tokens[full][position % size] if full < len(run.tokens) else cols.tail[row, position % size]
+    return slots, inputs
+
+
+def full_tables(state: EngineState) -> tuple[TableEntries, ...]:
+    """Every running row's whole block table, as the entries of a plan."""
+    return tuple((run.row, 0, run.blocks) for run in state.rows if run is not None)
+
+
+def rebase(state: EngineState, plan: Plan, base: int) -> Plan:
+    """*plan* for a device that holds the tables of plan *base*. *state*: the one that came with the plan."""
+    return plan if base == plan.base else evolve(plan, base=-1, tables=full_tables(state))
+
+
+def scheduled(plan: Plan) -> dict[SeqId, tuple[int, int]]:
+    """The range of positions [first, last) that *plan* computes of each sequence."""
+    ranges = zip(ints(plan.seqs), ints(plan.start), ints(plan.context), strict=True)
+    return {SeqId(seq): (first, last) for seq, first, last in ranges}
