@@ -1,0 +1,246 @@
+"""What a state that is a value makes possible: one fold over events, replay, rewind, forecast. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from attrs import evolve, frozen
+
+from agentinfer.errors import AgentInferError
+from agentinfer.state import event as events_module
+from agentinfer.state.admit import abort, arrive, fail, fork, release
+from agentinfer.state.commit import commit, flush
+from agentinfer.state.engine import EngineState, digest, find_running, find_waiting, initial, known_tokens
+from agentinfer.state.event import VERSION, Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.ids import SeqId, ints
+from agentinfer.state.limits import Limits
+from agentinfer.state.plan import Output, Plan, sampled
+from agentinfer.state.policy import POLICIES, Policy, throughput
+from agentinfer.state.request import Request, SamplingParams
+from agentinfer.state.schedule import schedule
+from agentinfer.state.sequence import Finished, Waiting
+
+
+@frozen(eq=False)
+class Moment:
+    """An engine at one point of its history: the state, the plans that have not landed, and the last output."""
+
+    state: EngineState
+    flights: tuple[Plan, ...] = ()
+    output: Output | None = None
+
+
+def fold(state: EngineState, events: Iterable[Event]) -> EngineState:
+    """*state* after what clients and the device reported. Stepped and Landed need a Moment: see `step`.
+
+    Total: an event about a sequence that has left changes nothing.
+    """
+    for event in events:
+        match event:
+            case Arrived(request):
+                state, _ = arrive(state, request)
+            case Aborted(seq, reason):
+                state = abort(state, seq, reason)
+            case Forked(seq, seeds):
+                if find_running(state, seq) is not None or find_waiting(state, seq) is not None:
+                    state, _ = fork(state, seq, len(seeds), seeds)
+            case Failed(_, seqs, reason):
+                state = fail(state, seqs, reason)
+            case _:
+                raise TypeError(f"{event!r} is no event of a state alone")
+    return state
+
+
+def step(moment: Moment, event: Event, policy: Policy = throughput) -> Moment:
+    """The whole control plane as one fold. Raises ValueError for a Landed or Failed step that is not in flight."""
+    if isinstance(event, Stepped):
+        state, plan = schedule(moment.state, policy)
+        return Moment(state, moment.flights if plan is None else (*moment.flights, plan))
+    if isinstance(event, Landed | Failed):
+        left = tuple(plan for plan in moment.flights if plan.step != event.step)
+        if len(left) == len(moment.flights):
+            raise ValueError(f"step {event.step} is not in flight")
+        if isinstance(event, Failed):
+            return Moment(fail(moment.state, event.seqs, event.reason), left)
+        plan = next(plan for plan in moment.flights if plan.step == event.step)
+        ok = np.ones(len(event.tokens), np.bool_)
+        ok[list(event.bad)] = False
+        state, output = commit(moment.state, plan, sampled(plan, event.tokens, ok))
+        return Moment(state, left, output)
+    return Moment(fold(moment.state, (event,)), moment.flights)
+
+
+def replay(limits: Limits, events: Iterable[Event], policy: Policy = throughput) -> Iterator[Moment]:
+    """Every moment that the engine went through, the first one included. Needs no model."""
+    moment = Moment(initial(limits))
+    yield moment
+    for event in events:
+        if moment.state.ended and isinstance(event, Stepped):
+            moment = evolve(moment, state=flush(moment.state)[0])
+        moment = step(moment, event, policy)
+        yield moment
+
+
+def rewind(old: EngineState, now: EngineState) -> EngineState:
+    """Go on from *old*, an earlier state of the engine that is at *now*.
+
+    KV is a cache of tokens: the sequences of *old* wait again with the tokens they had, and find what the
+    prefix cache of *now* still holds; at worst something is recomputed. Steps in flight land into nothing.
+    """
+    back = [
+        Waiting(
+            run.seq, run.request, run.seed, known_tokens(run, int(old.cols.known[run.row]), old.cols.tail), run.seq,
+            int(old.cols.cached[run.row]),
+        )
+        for run in old.rows
+        if run is not None
+    ]  # fmt: skip
+    cleared = release(now, [run for run in now.rows if run is not None])
+    requeued = tuple(sorted([*back, *old.requeued], key=lambda w: w.seq))
+    return evolve(cleared, waiting=old.waiting, requeued=requeued, ended=())
+
+
+@frozen
+class Forecast:
+    """When each sequence would get its first token and its last, if nothing else arrived."""
+
+    first_token_s: Mapping[SeqId, float]
+    finish_s: Mapping[SeqId, float]
+    preemptions: int
+
+
+def forecast(
+    state: EngineState, cost_s: Callable[[Plan], float], policy: Policy = throughput, max_steps: int = 100_000
+) -> Forecast:
+    """Run the real scheduler ahead of *state*, with *cost_s* seconds a plan and every sequence going to its limit."""
+    now, preemptions = 0.0, 0
+    first: dict[SeqId, float] = {}
+    finish: dict[SeqId, float] = {}
+    for _ in range(max_steps):
+        state, plan = schedule(state, policy)
+        if plan is None:
+            break
+        now += cost_s(plan)
+        preemptions += len(plan.preempted)
+        state, output = commit(state, plan, sampled(plan, np.full(len(plan.samples), -2)))
+        for seq in ints(output.seqs):
+            first.setdefault(SeqId(seq), now)
+        finish.update((ended.seq, now) for ended in output.finished)
+    return Forecast(first, finish, preemptions)
+
+
+def diff(old: EngineState, new: EngineState) -> list[str]:
+    """What changed from *old* to *new*, a line a fact."""
+    lines = [
+        f"{name}: {getattr(old, name)} -> {getattr(new, name)}"
+        for name in ("step", "next_seq")
+        if getattr(old, name) != getattr(new, name)
+    ]
+    before, after = _places(old), _places(new)
+    for seq in sorted(before.keys() | after.keys()):
+        was, now = before.get(seq, "absent"), after.get(seq, "gone")
+        if was != now:
+            lines.append(f"sequence {seq}: {was} -> {now}")
+    counts = [(len(s.pool.free), len(s.pool.cached), int((s.pool.refs > 0).sum())) for s in (old, new)]
+    if counts[0] != counts[1]:
+        lines.append("blocks free/cached/referenced: {}/{}/{} -> {}/{}/{}".format(*counts[0], *counts[1]))
+    return lines
+
+
+def _places(state: EngineState) -> dict[SeqId, str]:
+    places = {w.seq: f"waiting with {len(w.tokens)} tokens" for w in (*state.requeued, *state.waiting)}
+    for run in state.rows:
+        if run is not None:
+            computed, length = state.cols.computed[run.row], state.cols.length[run.row]
+            places[run.seq] = f"row {run.row}, {computed} of {length} computed, {len(run.blocks)} blocks"
+    return places
+
+
+def explain(moments: Iterable[Moment], seq: SeqId) -> list[str]:
+    """What happened to *seq*, step by step: where it was, and what it waited for."""
+    lines: list[str] = []
+    for moment in moments:
+        state = moment.state
+        place = _places(state).get(seq)
+        waiting = find_waiting(state, seq)
+        if waiting is not None:
+            ahead = [w.seq for w in (*state.requeued, *state.waiting) if w.seq != seq]
+            rows = state.limits.max_num_seqs - len(state.order)
+            place = f"{place}; {rows} rows and {state.pool.num_available} blocks to be had, beside it wait {ahead}"
+        if place is not None and (not lines or not lines[-1].endswith(place)):
+            lines.append(f"step {state.step}: {place}")
+    return lines
+
+
+@frozen
+class Trace:
+    """A recorded run: what is needed to live through it again, and the digest after each event."""
+
+    limits: Limits
+    policy: str
+    events: tuple[Event, ...]
+    digests: tuple[str, ...]
+
+
+def check(trace: Trace) -> int | None:
+    """Replay *trace*; the number of the first event after which the digest differs, or None if all agree."""
+    moments = replay(trace.limits, trace.events, POLICIES[trace.policy])
+    next(moments)
+    for i, (moment, name) in enumerate(zip(moments, trace.digests, strict=True)):
+        if digest(moment.state) != name:
+            return i
+    return None
+
+
+def header(limits: Limits, policy: str) -> dict[str, Any]:
+    """The first line of a trace file, as JSON data."""
+    return {"agentinfer_trace": VERSION, "limits": attrs.asdict(limits), "policy": policy}
+
+
+def encode(event: Event) -> dict[str, Any]:
+    """*event* as JSON data."""
+    return {"event": type(event).__name__, **attrs.asdict(event)}
+
+
+def decode(data: Mapping[str, Any]) -> Event:
+    """The event that `encode` made *data* of. Raises AgentInferError if it is none."""
+    fields = {name: value for name, value in data.items() if name not in ("event", "digest")}
+    kind = getattr(events_module, str(data.get("event")), None)
+    try:
+        if kind is Arrived:
+            asked = dict(fields["request"])
+            return Arrived(Request(**{**asked, "params": SamplingParams(**asked["params"])}))
+        if kind in (Aborted, Forked, Stepped, Landed, Failed):
+            return kind(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise AgentInferError(f"not an event: {data!r} ({error})") from error
+    raise AgentInferError(f"unknown event {data.get('event')!r}")
+
+
+def read_trace(lines: Sequence[Mapping[str, Any]]) -> Trace:
+    """The trace in the JSON objects of a file. Raises AgentInferError naming what is wrong with it."""
+    if not lines or "agentinfer_trace" not in lines[0]:
+        raise AgentInferError("not a trace: its first line has no agentinfer_trace")
+    head = lines[0]
+    if head["agentinfer_trace"] != VERSION:
+        raise AgentInferError(f"a trace of version {head['agentinfer_trace']!r}; this reads {VERSION}")
+    if head.get("policy") not in POLICIES:
+        raise AgentInferError(f"the trace's policy {head.get('policy')!r} is none of {', '.join(POLICIES)}")
+    try:
+        limits = Limits(**head["limits"])
+        digests = tuple(str(line["digest"]) for line in lines[1:])
+    except (KeyError, TypeError) as error:
+        raise AgentInferError(f"an incomplete trace: {error}") from error
+    return Trace(limits, str(head["policy"]), tuple(decode(line) for line in lines[1:]), digests)
+
+
+def ended(moments: Iterable[Moment]) -> dict[SeqId, Finished]:
+    """Every sequence that ended in *moments*, with how it ended."""
+    found: dict[SeqId, Finished] = {}
+    for moment in moments:
+        done = (*moment.state.ended, *(moment.output.finished if moment.output is not None else ()))
+        found.update((one.seq, one) for one in done)
+    return found
