@@ -7,6 +7,7 @@ still be found) or referenced (`refs > 0`; its content can be found too once it 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -71,16 +72,15 @@ def block_hash(seed: int, parent: int, salt: str | None, tokens: tuple[int, ...]
     BLAKE2b keyed by *seed* over a tagged, fixed-width encoding: parent, then the salt (only at the head of a
     chain, with its length), then the token ids as int32. Equal in every process with an equal seed.
     """
-    if salt is None:
-        head = b"none"
-    else:
-        raw = salt.encode("utf-8", "surrogatepass")
-        head = b"salt" + len(raw).to_bytes(8, "little") + raw
-    h = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"), person=b"agentinfer.kv")
-    h.update(parent.to_bytes(8, "little"))
-    h.update(head)
-    h.update(np.asarray(tokens, "<i4").tobytes())
-    return int.from_bytes(h.digest(), "little")
+    head = b"none" if salt is None else _salt(salt)
+    content = b"".join((parent.to_bytes(8, "little"), head, struct.pack(f"<{len(tokens)}i", *tokens)))
+    digest = hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8, "little"), person=b"agentinfer.kv")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _salt(salt: str) -> bytes:
+    raw = salt.encode("utf-8", "surrogatepass")
+    return b"salt" + len(raw).to_bytes(8, "little") + raw
 
 
 class PoolDraft:
@@ -111,17 +111,11 @@ class PoolDraft:
     def take(self, n: int) -> tuple[BlockId, ...]:
         """Take *n* blocks: empty ones first, then the least recently used cached ones. Needs num_available >= n."""
         refs = self._thaw()
-        out: list[BlockId] = []
-        for _ in range(n):
-            block = self._evict() if not len(self.free) else self._pop_free()
+        out, self.free = self.free.pop_many(min(n, len(self.free)))
+        out.extend(self._evict() for _ in range(n - len(out)))
+        for block in out:
             refs[block] = 1
-            out.append(block)
         return tuple(out)
-
-    def _pop_free(self) -> BlockId:
-        block = self.free.peek()
-        self.free = self.free.pop()
-        return block
 
     def _evict(self) -> BlockId:
         while True:

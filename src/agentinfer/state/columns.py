@@ -25,7 +25,9 @@ PARAMS = np.dtype(
         ("floor", np.int32),  # length below which no end token may be sampled
     ]
 )
-"""What sampling needs of a row. Set at admission, gathered in one operation."""
+"""What sampling needs of a row: 32 bytes, set at admission, gathered in one operation."""
+
+PARAMS_WIDTH = PARAMS.itemsize // 4
 
 
 @frozen(eq=False)
@@ -63,8 +65,8 @@ class Columns:
     """Tokens the prefix cache had at its first admission."""
     born: I32
     """Step of its admission: an older plan that names this row meant somebody else."""
-    params: npt.NDArray[Any]
-    """PARAMS of the row."""
+    params: I32
+    """[rows, PARAMS_WIDTH] the bits of the row's PARAMS."""
 
     @classmethod
     def empty(cls, limits: Limits) -> Columns:
@@ -87,7 +89,7 @@ class Columns:
             turn=zeros(),
             cached=zeros(),
             born=zeros(),
-            params=np.zeros(n, PARAMS),
+            params=np.zeros((n, PARAMS_WIDTH), np.int32),
         )
         seal(*(getattr(columns, name) for name in FIELDS))
         return columns
@@ -115,12 +117,14 @@ class ColumnsDraft:
     turn: I32
     cached: I32
     born: I32
-    params: npt.NDArray[Any]
+    params: I32
 
     def __init__(self, columns: Columns) -> None:
         self._owned: set[str] = set()
-        for name in FIELDS:
-            setattr(self, name, getattr(columns, name))
+        self.seq, self.length, self.known = columns.seq, columns.length, columns.known
+        self.computed, self.written, self.limit = columns.computed, columns.written, columns.limit
+        self.stop, self.tail, self.tail_block = columns.stop, columns.tail, columns.tail_block
+        self.turn, self.cached, self.born, self.params = columns.turn, columns.cached, columns.born, columns.params
 
     def own(self, name: str) -> npt.NDArray[Any]:
         """The column *name*, writable."""
@@ -145,5 +149,19 @@ class ColumnsDraft:
     def freeze(self) -> Columns:
         """The columns as they are now, read-only."""
         for name in self._owned:
-            seal(getattr(self, name))
-        return Columns(*(getattr(self, name) for name in FIELDS))
+            getattr(self, name).setflags(write=False)
+        return Columns(
+            self.seq,
+            self.length,
+            self.known,
+            self.computed,
+            self.written,
+            self.limit,
+            self.stop,
+            self.tail,
+            self.tail_block,
+            self.turn,
+            self.cached,
+            self.born,
+            self.params,
+        )

@@ -6,9 +6,9 @@ import numpy as np
 from attrs import evolve
 
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
-from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, known_tokens
-from agentinfer.state.ids import I32, BlockId, Bool, Row, ints, seal
+from agentinfer.state.ids import I32, BlockId, Bool, Row, every, ints, seal, some
 from agentinfer.state.plan import Output, Plan, Sampled, TableEntries
 from agentinfer.state.sequence import Finished, FinishReason, Running
 
@@ -26,8 +26,8 @@ def commit(
         raise ValueError(f"step {plan.step}: {len(sampled.tokens)} tokens for {len(plan.samples)} samples")
     draft = _Draft(state, hasher)
     cols, size = draft.cols, state.limits.block_size
-    landed = (cols.seq[plan.rows] == plan.seqs) & (cols.born[plan.rows] <= plan.step)
-    everyone = bool(landed.all())
+    landed = (cols.seq.take(plan.rows) == plan.seqs) & (cols.born.take(plan.rows) <= plan.step)
+    everyone = every(landed)
     rows, context = (plan.rows, plan.context) if everyone else (plan.rows[landed], plan.context[landed])
     cols.own("written")[rows] = context
 
@@ -35,32 +35,38 @@ def commit(
     if not everyone:
         alive = landed[sample_rows]
         sample_rows, tokens, ok = sample_rows[alive], tokens[alive], ok[alive]
-    rows = plan.rows[sample_rows]
-    broken = rows[~ok] if not ok.all() else rows[:0]
+    rows = plan.rows.take(sample_rows)
+    broken = rows[~ok] if not every(ok) else rows[:0]
     if len(broken):
         rows, tokens, sample_rows = rows[ok], tokens[ok], sample_rows[ok]
-    before = cols.known[rows]
+    before = cols.known.take(rows)
     after = before + 1
-    cols.own("tail")[rows, before % size] = tokens
+    cols.own("tail").ravel()[rows * np.int32(size) + before % size] = tokens
     cols.own("known")[rows] = after
-    stopped = (cols.stop[rows] == tokens[:, None]).any(axis=1)
-    if stopped.any():
-        stopped &= before >= cols.params["floor"][rows]
-    ended = stopped | (after >= cols.limit[rows])
+    stopped = _stopped(cols, rows, tokens, before)
+    ended = stopped | (after >= cols.limit.take(rows))
 
     for row in ints(rows[after % size == 0]):
         _fill(draft, row)
-    touched = context // size > (context - plan.count if everyone else context - plan.count[landed]) // size
-    if state.limits.prefix_cache and touched.any():
+    touched = context % size < (plan.count if everyone else plan.count[landed])
+    if state.limits.prefix_cache and some(touched):
         landed_rows = plan.rows if everyone else plan.rows[landed]
         for row in ints(landed_rows[touched]):
             if row not in broken:
                 _remember(draft, row)
     _end(draft, rows, tokens, ended, stopped, broken)
-    seqs = plan.seqs[sample_rows]
+    seqs = plan.seqs.take(sample_rows)
     seal(seqs, tokens)
     finished = (*state.ended, *draft.finished)
     return _next_state(draft, ended=bool(len(draft.finished))), Output(plan.step, seqs, tokens, finished)
+
+
+def _stopped(cols: ColumnsDraft, rows: I32, tokens: I32, before: I32) -> Bool:
+    """Which of *tokens* end their sequences, that had *before* tokens."""
+    hits = cols.stop.take(rows, axis=0) == tokens[:, None]
+    if not np.count_nonzero(hits):
+        return hits[:, 0]
+    return hits.any(axis=1) & (before >= cols.params.take(rows, axis=0).view(PARAMS)["floor"][:, 0])
 
 
 def flush(state: EngineState) -> tuple[EngineState, Output | None]:
@@ -132,7 +138,7 @@ def _exchange(draft: _Draft, row: Row, blocks: tuple[BlockId, ...], i: int, foun
 
 def _end(draft: _Draft, rows: I32, tokens: I32, ended: Bool, stopped: Bool, broken: I32) -> None:
     """Release what has ended."""
-    if ended.any():
+    if some(ended):
         for row, token, stop in zip(ints(rows[ended]), ints(tokens[ended]), ints(stopped[ended]), strict=True):
             _finish(draft, row, "stop" if stop else "length", str(token) if stop else "")
     for row in ints(broken):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import attrs
 import numpy as np
 from attrs import evolve, frozen
 
-from agentinfer.errors import AgentInferError
-from agentinfer.state import event as events_module
 from agentinfer.state.admit import abort, arrive, fail, fork, release
 from agentinfer.state.commit import commit, flush
-from agentinfer.state.engine import EngineState, digest, find_running, find_waiting, initial, known_tokens
-from agentinfer.state.event import VERSION, Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.engine import EngineState, find_running, find_waiting, initial, known_tokens
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Output, Plan, sampled
-from agentinfer.state.policy import POLICIES, Policy, throughput
-from agentinfer.state.request import Request, SamplingParams
+from agentinfer.state.policy import Policy, throughput
 from agentinfer.state.schedule import schedule
 from agentinfer.state.sequence import Finished, Waiting
 
@@ -173,68 +168,6 @@ def explain(moments: Iterable[Moment], seq: SeqId) -> list[str]:
         if place is not None and (not lines or not lines[-1].endswith(place)):
             lines.append(f"step {state.step}: {place}")
     return lines
-
-
-@frozen
-class Trace:
-    """A recorded run: what is needed to live through it again, and the digest after each event."""
-
-    limits: Limits
-    policy: str
-    events: tuple[Event, ...]
-    digests: tuple[str, ...]
-
-
-def check(trace: Trace) -> int | None:
-    """Replay *trace*; the number of the first event after which the digest differs, or None if all agree."""
-    moments = replay(trace.limits, trace.events, POLICIES[trace.policy])
-    next(moments)
-    for i, (moment, name) in enumerate(zip(moments, trace.digests, strict=True)):
-        if digest(moment.state) != name:
-            return i
-    return None
-
-
-def header(limits: Limits, policy: str) -> dict[str, Any]:
-    """The first line of a trace file, as JSON data."""
-    return {"agentinfer_trace": VERSION, "limits": attrs.asdict(limits), "policy": policy}
-
-
-def encode(event: Event) -> dict[str, Any]:
-    """*event* as JSON data."""
-    return {"event": type(event).__name__, **attrs.asdict(event)}
-
-
-def decode(data: Mapping[str, Any]) -> Event:
-    """The event that `encode` made *data* of. Raises AgentInferError if it is none."""
-    fields = {name: value for name, value in data.items() if name not in ("event", "digest")}
-    kind = getattr(events_module, str(data.get("event")), None)
-    try:
-        if kind is Arrived:
-            asked = dict(fields["request"])
-            return Arrived(Request(**{**asked, "params": SamplingParams(**asked["params"])}))
-        if kind in (Aborted, Forked, Stepped, Landed, Failed):
-            return kind(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise AgentInferError(f"not an event: {data!r} ({error})") from error
-    raise AgentInferError(f"unknown event {data.get('event')!r}")
-
-
-def read_trace(lines: Sequence[Mapping[str, Any]]) -> Trace:
-    """The trace in the JSON objects of a file. Raises AgentInferError naming what is wrong with it."""
-    if not lines or "agentinfer_trace" not in lines[0]:
-        raise AgentInferError("not a trace: its first line has no agentinfer_trace")
-    head = lines[0]
-    if head["agentinfer_trace"] != VERSION:
-        raise AgentInferError(f"a trace of version {head['agentinfer_trace']!r}; this reads {VERSION}")
-    if head.get("policy") not in POLICIES:
-        raise AgentInferError(f"the trace's policy {head.get('policy')!r} is none of {', '.join(POLICIES)}")
-    try:
-        limits = Limits(**head["limits"])
-        digests = tuple(str(line["digest"]) for line in lines[1:])
-    except (KeyError, TypeError) as error:
-        raise AgentInferError(f"an incomplete trace: {error}") from error
-    return Trace(limits, str(head["policy"]), tuple(decode(line) for line in lines[1:]), digests)
 
 
 def ended(moments: Iterable[Moment]) -> dict[SeqId, Finished]:

@@ -23,12 +23,27 @@ Bool = npt.NDArray[np.bool_]
 def seal(*arrays: npt.NDArray[Any]) -> None:
     """Make *arrays* read-only, so that a record that holds them is immutable in fact."""
     for array in arrays:
-        array.flags.writeable = False
+        array.setflags(write=False)
 
 
 def ints(column: npt.NDArray[Any]) -> list[int]:
     """The column as Python ints: the one place where a column becomes a loop."""
     return column.tolist()
+
+
+def some(column: Bool) -> bool:
+    """Whether any element is true; several times as fast as `column.any()` on short columns."""
+    return np.count_nonzero(column) > 0
+
+
+def every(column: Bool) -> bool:
+    """Whether all elements are true; several times as fast as `column.all()` on short columns."""
+    return np.count_nonzero(column) == len(column)
+
+
+def total(column: npt.NDArray[Any]) -> int:
+    """The sum as a Python int; faster than `column.sum()` on short columns."""
+    return int(np.add.reduce(column))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -44,6 +44,12 @@ class Log(Generic[T]):
             raise IndexError(i)
         return self._items[i]
 
+    def between(self, first: int, last: int) -> list[T]:
+        """Items first .. last - 1. Raises IndexError if there are not so many."""
+        if not 0 <= first <= last <= self._size:
+            raise IndexError(last)
+        return self._items[first:last]
+
     def __iter__(self) -> Iterator[T]:
         for i in range(self._size):
             yield self._items[i]
@@ -79,10 +85,15 @@ class Queue(Generic[T]):
 
     def pop(self) -> Queue[T]:
         """The queue without its head."""
-        self.log[self.head]
-        if self.head > _COMPACT_ABOVE and self.head * 2 > len(self.log):
-            return Queue(Log(self.log[i] for i in range(self.head + 1, len(self.log))))
-        return Queue(self.log, self.head + 1)
+        return self.pop_many(1)[1]
+
+    def pop_many(self, n: int) -> tuple[list[T], Queue[T]]:
+        """The *n* items at the head, and the queue without them. Raises IndexError if there are fewer."""
+        end = self.head + n
+        items = self.log.between(self.head, end)
+        if end > _COMPACT_ABOVE and end * 2 > len(self.log):
+            return items, Queue(Log(self.log.between(end, len(self.log))))
+        return items, Queue(self.log, end)
 
     def push(self, item: T) -> Queue[T]:
         """The queue with *item* behind the others."""

@@ -15,7 +15,7 @@ import numpy as np
 from attrs import frozen
 
 from agentinfer.state.engine import EngineState
-from agentinfer.state.ids import I32
+from agentinfer.state.ids import I32, some, total
 from agentinfer.state.sequence import Waiting
 
 NOBODY: Final = np.zeros(0, np.int32)
@@ -52,7 +52,7 @@ def queue(state: EngineState) -> Iterator[Waiting]:
 def needs(state: EngineState) -> I32:
     """Positions each row of `state.order` could compute now. A promised last token is never fed back."""
     cols, order = state.cols, state.order
-    return np.minimum(cols.length[order], cols.limit[order] - 1) - cols.computed[order]
+    return np.minimum(cols.length.take(order), cols.limit.take(order) - 1) - cols.computed.take(order)
 
 
 def throughput(state: EngineState) -> Iterator[Turn]:
@@ -65,7 +65,7 @@ def throughput(state: EngineState) -> Iterator[Turn]:
     """
     need, budget = needs(state), state.limits.max_num_batched_tokens
     victims = state.order[:0:-1]
-    if int(need.sum()) <= budget:
+    if total(need) <= budget:
         yield Turn(state.order, need, queue(state), victims, reserve=False)
         return
     count = np.zeros_like(need)
@@ -84,7 +84,7 @@ def reserve(state: EngineState) -> Iterator[Turn]:
     """
     need, budget = needs(state), state.limits.max_num_batched_tokens
     prefill = need > 1
-    if len(state.waiting) or state.requeued or prefill.any():
+    if len(state.waiting) or state.requeued or some(prefill):
         count = _oldest_first(need, budget, prefill)
         yield Turn(state.order, count, queue(state), NOBODY, reserve=True)
     count = np.where(prefill, np.int32(0), need)

@@ -13,9 +13,9 @@ from attrs import evolve
 
 from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, promised
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
-from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, find_running, known_tokens
-from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, ints, seal
+from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, every, ints, seal, some, total
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Plan, SamplingColumns, TableEntries
 from agentinfer.state.policy import Policy, Turn, throughput
@@ -32,12 +32,12 @@ def schedule(
     """
     for turn in policy(state):
         draft = _Draft(state, hasher)
-        rows, count = _serve(draft, turn)
-        entered = _admit(draft, turn, rows, count) if not draft.preempted else []
+        rows, count, budget = _serve(draft, turn)
+        entered = _admit(draft, turn, rows, count, budget) if not draft.preempted else []
         if not entered:
             if not len(rows):
                 continue
-            return _finish(draft, rows, count, state.cols.computed[rows], turn)
+            return _finish(draft, rows, count, state.cols.computed.take(rows), turn)
         new, start, length = (np.array(column, np.int32) for column in zip(*entered, strict=True))
         start = np.concatenate([state.cols.computed[rows], start])
         return _finish(draft, np.concatenate([rows, new]), np.concatenate([count, length]), start, turn)
@@ -73,32 +73,36 @@ class _Draft:
         return run
 
 
-def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32]:
-    """The running rows of *turn* and their counts, with blocks for all of it, after preemptions if need be."""
-    rows, count = turn.rows, turn.count
-    if not len(rows):
-        return rows, count
-    if not count.all():
+def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
+    """The running rows of *turn* and their counts, with blocks for all of it, after preemptions if need be.
+
+    The third value is what they leave of the budget.
+    """
+    rows, count, budget = turn.rows, turn.count, draft.limits.max_num_batched_tokens
+    served = np.count_nonzero(count)
+    if served != len(rows):
         rows, count = rows[count > 0], count[count > 0]
-    budget = draft.limits.max_num_batched_tokens
-    if int(count.sum()) > budget:
+    if not served:
+        return rows, count, budget
+    asked = total(count)
+    if asked > budget:
         count = np.diff(np.minimum(np.cumsum(count), budget), prepend=0).astype(np.int32)
-        rows, count = rows[count > 0], count[count > 0]
+        rows, count, asked = rows[count > 0], count[count > 0], budget
     size = draft.limits.block_size
-    at = draft.state.cols.computed[rows] % size
-    growing = np.flatnonzero((at == 0) | (at + count > size))
-    if not len(growing):
-        return rows, count
-    start = draft.state.cols.computed[rows[growing]]
-    extra = -(-(start + count[growing]) // size) - -(-start // size)
-    grow = dict(zip(ints(rows[growing]), ints(extra), strict=True))
-    gone = _make_room(draft, grow, turn.victims)
-    for row, n in grow.items():
-        _extend(draft, row, draft.pool.take(n))
-    if gone:
-        stay = ~np.isin(rows, gone)
-        rows, count = rows[stay], count[stay]
-    return rows, count
+    at = draft.state.cols.computed.take(rows) % size
+    growing = np.flatnonzero(at == 0 if asked == served else (at == 0) | (at + count > size))
+    if len(growing):
+        start = draft.state.cols.computed[rows[growing]]
+        extra = -(-(start + count[growing]) // size) - -(-start // size)
+        grow = dict(zip(ints(rows[growing]), ints(extra), strict=True))
+        gone = _make_room(draft, grow, turn.victims)
+        for row, n in grow.items():
+            _extend(draft, row, draft.pool.take(n))
+        if gone:
+            stay = ~np.isin(rows, gone)
+            rows, count = rows[stay], count[stay]
+            asked = total(count)
+    return rows, count, budget - asked
 
 
 def _make_room(draft: _Draft, grow: dict[int, int], victims: I32) -> list[int]:
@@ -139,9 +143,8 @@ def _extend(draft: _Draft, row: int, blocks: tuple[BlockId, ...]) -> None:
     draft.cols.own("tail_block")[row] = blocks[-1]
 
 
-def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32) -> list[tuple[int, int, int]]:
+def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32, budget: int) -> list[tuple[int, int, int]]:
     """Admit from the turn's queue while there is a row, a budget and room: (row, start, count) of each."""
-    budget = draft.limits.max_num_batched_tokens - int(count.sum())
     vacant = draft.limits.max_num_seqs - len(draft.order)
     entered: list[tuple[int, int, int]] = []
     if budget <= 0 or vacant <= 0:
@@ -227,9 +230,8 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     tail[row] = 0
     tail[row, : len(tokens) - full] = tokens[full:]
     tail[row, (len(tokens) - 1) % size] = tokens[-1]
-    cols.own("params")[row] = (
-        params.temperature, params.top_p, params.min_p, params.top_k, run.seed, prompt, prompt + params.min_tokens,
-    )  # fmt: skip
+    fields = (params.temperature, params.top_p, params.min_p, params.top_k, run.seed, prompt, prompt + params.min_tokens)
+    cols.own("params").view(PARAMS)[row] = fields
 
 
 def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tuple[EngineState, Plan]:
@@ -238,22 +240,20 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tup
     end = start + count
     slots, inputs, last = _layout(draft, rows, start, count)
     cols.own("computed")[rows] = end
-    length = cols.own("length")
-    sampling = end == length[rows]
-    if sampling.all():
-        sample_rows, sampled = np.arange(len(rows), dtype=np.int32), rows
+    sampling = end == cols.length.take(rows)
+    if every(sampling):
+        sample_rows, sampled, before = np.arange(len(rows), dtype=np.int32), rows, end
     else:
         sample_rows = np.flatnonzero(sampling).astype(np.int32)
-        sampled, last = rows[sample_rows], last[sample_rows]
-    before = length[sampled]
-    length[sampled] = before + 1  # the token this step will sample, promised
+        sampled, last, before = rows[sample_rows], last[sample_rows], end[sample_rows]
+    cols.own("length")[sampled] = before + 1  # the token this step will sample, promised
     if turn.short:
         cols.own("turn")[rows] = state.step + 1
     plan = Plan(
         step=state.step,
         base=state.step - 1,
         rows=rows,
-        seqs=cols.seq[rows],
+        seqs=cols.seq.take(rows),
         start=start,
         count=count,
         context=end,
@@ -308,11 +308,11 @@ def _leave_queues(draft: _Draft) -> tuple[Queue[Waiting], tuple[Waiting, ...]]:
 
 def _sampling(draft: _Draft, rows: I32, length: I32) -> SamplingColumns:
     """How to choose the token at position *length* of each of *rows*."""
-    params = draft.cols.params[rows]
+    params = draft.cols.params.take(rows, axis=0).view(PARAMS)[:, 0]
     index = length - params["prompt"]
     held = length < params["floor"]
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    if held.any():
+    if some(held):
         stops = draft.cols.stop
         banned = tuple((i, tuple(t for t in ints(stops[rows[i]]) if t >= 0)) for i in ints(np.flatnonzero(held)))
     seal(params, index)
@@ -322,7 +322,7 @@ def _sampling(draft: _Draft, rows: I32, length: I32) -> SamplingColumns:
 def _layout(draft: _Draft, rows: I32, start: I32, count: I32) -> tuple[I64, I32, I32]:
     """Slots and input ids of every position, and each row's last flat position. One-position rows need no loop."""
     cols, size = draft.cols, draft.limits.block_size
-    if len(rows) == int(count.sum()):
+    if len(rows) == total(count):
         slots, inputs = _layout_single(draft, rows, start)
         return slots, inputs, np.arange(len(rows), dtype=np.int32)
     ends = np.cumsum(count, dtype=np.int32)
@@ -343,11 +343,11 @@ def _layout_single(draft: _Draft, rows: I32, start: I32) -> tuple[I64, I32]:
     """Slot and input id of rows that compute one position: the tail's last token, or one still in flight."""
     cols, size = draft.cols, draft.limits.block_size
     at = start % size
-    slots = cols.tail_block[rows].astype(np.int64) * size + at
-    known = cols.known[rows]
-    inputs = np.where(start < known, cols.tail[rows, at], np.int32(-1))
-    early = start < known - 1
-    if early.any():  # a one-position chunk in the middle of a prompt
+    slots = cols.tail_block.take(rows) * np.int64(size) + at
+    behind = cols.known.take(rows) - start
+    inputs = np.where(behind > 0, cols.tail.ravel().take(rows * np.int32(size) + at), np.int32(-1))
+    early = behind > 1
+    if some(early):  # a one-position chunk in the middle of a prompt
         for i, row, position in zip(*(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True):
             run = draft.running(row)
             full = position // size
