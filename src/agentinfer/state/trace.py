@@ -43,12 +43,12 @@ def encode_header(limits: Limits, policy: str) -> dict[str, Any]:
     return {"agentinfer_trace": VERSION, "limits": attrs.asdict(limits), "policy": policy}
 
 
-def encode_event(: Event) -> dict[str, Any]:
+def encode_event(event: Event) -> dict[str, Any]:
     """*event* as JSON data."""
     return {"event": type(event).__name__, **attrs.asdict(event)}
 
 
-def decode_event(: Mapping[str, Any]) -> Event:
+def decode_event(data: Mapping[str, Any]) -> Event:
     """The event that `encode_event` made *data* of. Raises AgentInferError if it is none."""
     fields = {name: value for name, value in data.items() if name not in ("event", "digest")}
     kind = getattr(events_module, str(data.get("event")), None)
