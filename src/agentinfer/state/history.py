@@ -8,7 +8,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from agentinfer.state.admit import abort, arrive, fail, fork, release
-from agentinfer.state.commit import commit, flush
+from agentinfer.state.commit import commit
 from agentinfer.state.engine import EngineState, find_running, find_waiting, initial, known_tokens
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.ids import SeqId, ints
@@ -73,8 +73,6 @@ def replay(limits: Limits, events: Iterable[Event], policy: Policy = throughput)
     moment = Moment(initial(limits))
     yield moment
     for event in events:
-        if moment.state.ended and isinstance(event, Stepped):
-            moment = evolve(moment, state=flush(moment.state)[0])
         moment = step(moment, event, policy)
         yield moment
 

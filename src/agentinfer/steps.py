@@ -1,0 +1,104 @@
+"""One step on the device: launch a plan, land its tokens. Sees plans, never the engine's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.models.model import Model
+from agentinfer.ops.comm import Ranks
+from agentinfer.ops.inputs import Inputs, remember, stage
+from agentinfer.ops.kv import Donated, KvCache, renew
+from agentinfer.ops.provide import Ops
+from agentinfer.ops.sample import sample
+from agentinfer.state.event import Failed
+from agentinfer.state.ids import SeqId, ints
+from agentinfer.state.limits import Limits
+from agentinfer.state.plan import Plan, Sampled, sampled
+from agentinfer.state.policy import Policy
+
+
+@frozen(eq=False)
+class Machine:
+    """What does the work, chosen once. Nothing in it changes from step to step."""
+
+    model: Model
+    weights: Any
+    """The model's packed weights: this rank's part."""
+    ops: Ops
+    ranks: Ranks
+    limits: Limits
+    policy: Policy
+    overlap: bool
+    """Plan the next step before this one's tokens are known."""
+
+
+@frozen(eq=False)
+class Device:
+    """What the device remembers between steps."""
+
+    kv: KvCache
+    last: Tensor
+    """[rows + 1] int64: the last token that each row sampled."""
+
+
+@frozen(eq=False)
+class Flight:
+    """A step that has been launched and has not landed: its tokens are on the device."""
+
+    plan: Plan
+    tokens_S: Tensor
+    """[S] int64."""
+    ok_S: Tensor
+    """[S] bool: the logits were finite."""
+
+
+def prefill_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, KvCache]:
+    """Logits [S, V] float32 of any mix of rows: chunks, cached prefixes, decodes. *Donates* kv."""
+    return m.model.forward(m.model.config, m.weights, m.ops, m.ranks, kv, x)
+
+
+def decode_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, KvCache]:
+    """Logits [S, V] float32 of rows with one query each. *Donates* kv."""
+    return m.model.forward(m.model.config, m.weights, m.ops, m.ranks, kv, x)
+
+
+def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Failed, Device]:
+    """Put *plan* on the device's stream; wait for nothing. *Donates* device; the one returned is always live.
+
+    What a step raises comes back as the Failed event of its sequences.
+    """
+    try:
+        x, kv = stage(plan, device.kv, device.last)
+        step = decode_step if x.max_query == 1 else prefill_step
+        logits_SV, kv = step(m, kv, x)
+        tokens_S, ok_S = sample(logits_SV, plan.sampling)
+        last = remember(device.last, x, tokens_S)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the loop
+        return failed(plan, error), evolve(device, kv=renew(device.kv, f"the step {plan.step} that failed"))
+    return Flight(plan, tokens_S, ok_S), Device(kv, last)
+
+
+def land(flight: Flight) -> Sampled | Failed:
+    """Wait for the tokens of *flight*: the only wait of a step."""
+    try:
+        tokens = flight.tokens_S.to("cpu").numpy().astype(np.int32)
+        ok = flight.ok_S.to("cpu").numpy()
+    except Exception as error:  # noqa: BLE001 - a device reports here what went wrong in the step
+        return failed(flight.plan, error)
+    return sampled(flight.plan, tokens, ok)
+
+
+def failed(plan: Plan, error: Exception) -> Failed:
+    """The event that *plan* raised *error*."""
+    reason = f"{type(error).__name__}: {error}"
+    return Failed(plan.step, tuple(SeqId(seq) for seq in ints(plan.seqs)), reason)
+
+
+def new_last(limits: Limits, device: torch.device) -> Tensor:
+    """The table of last tokens of a device that has not stepped yet."""
+    return torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
