@@ -16,6 +16,7 @@ from rpds import HashTrieMap
 
 from agentinfer.state.ids import I32, BlockId, seal
 from agentinfer.state.log import Queue
+from agentinfer.state.show import pool_html
 
 ROOT = BlockId(0)
 """The parent of a chain's first block: the sink, which is never registered itself."""
@@ -64,6 +65,9 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that can be taken now, cached ones included."""
         return len(self.free) + len(self.cached)
+
+    def _repr_html_(self) -> str:
+        return pool_html(self)
 
 
 def block_hash(seed: int, parent: int, salt: str | None, tokens: tuple[int, ...]) -> int:

@@ -14,6 +14,7 @@ from agentinfer.state.limits import Limits
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import TableEntries
 from agentinfer.state.sequence import Finished, Running, Status, Waiting
+from agentinfer.state.show import state_html
 
 
 @frozen(eq=False)
@@ -38,6 +39,9 @@ class EngineState:
     """Block-table entries that changed since the last plan (a block was exchanged for its equal in the cache)."""
     ended: tuple[Finished, ...]
     """Ended outside commit since the last Output: rejected, aborted, failed."""
+
+    def _repr_html_(self) -> str:
+        return state_html(self)
 
 
 def initial(limits: Limits) -> EngineState:

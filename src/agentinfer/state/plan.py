@@ -10,6 +10,7 @@ from attrs import frozen
 
 from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
 from agentinfer.state.sequence import Finished
+from agentinfer.state.show import plan_html
 
 TableEntries = tuple[Row, int, tuple[BlockId, ...]]
 """Block-table entries of a row: the row, the index of the first one, the blocks."""
@@ -86,6 +87,9 @@ class Plan:
     copies: tuple[tuple[BlockId, BlockId], ...]
     """(source, target) blocks whose KV is copied before anything of this step is written."""
     preempted: tuple[SeqId, ...]
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
 
 @frozen(eq=False)
