@@ -1,0 +1,175 @@
+"""Ops: the record of callables that models are written in, and its makers. Chosen once, passed in Machine.
+
+A dense layer is five calls (norm_qkv, attend, out_add, norm_gate_up, down_add) between embed and norm_head. A maker either composes them
+of primitives (`composed`) or brings its own.
+
+Shapes: T positions, S samples, D model width, X local qkv width, F local gate width, V local vocabulary, N / H local query / KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from agentinfer.ops import attention, linear, norm, rope
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.comm import Group
+from agentinfer.ops.inputs import Inputs
+from agentinfer.ops.kv import LayerKv
+
+__all__ = ["HeadShape", "Ops", "Primitives", "Stream", "composed", "reference"]
+
+
+@frozen(eq=False)
+class Stream:
+    """What travels between the calls of a layer. Opaque to models: only Ops of the maker that made it look inside."""
+
+    residual_TD: Tensor
+    pending_TD: Tensor | None
+    """To be added to the residual by the next norm call."""
+
+
+@frozen(eq=False)
+class Primitives:
+    """The numeric kernels that the calls of a layer are composed of. Each is defined by its torch reference of that name."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(x, weight, eps)."""
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x, residual, weight, eps) -> (normed, residual + x)."""
+    silu_and_mul: Callable[[Tensor], Tensor]
+    rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    """(positions, q, k, cos_sin, interleaved) -> (q, k)."""
+    write_kv: Callable[[Tensor, Tensor, LayerKv, Tensor], None]
+    """(k, v, kv, slots)."""
+    paged_attention: Callable[[Tensor, LayerKv, Inputs, float, int | None], Tensor]
+    """(q, kv, inputs, scale, window) -> [T, N, D]."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x, weight, bias)."""
+
+
+Attend = Callable[
+    [Tensor, LayerKv, Inputs, HeadShape, Tensor, Tensor | None, Tensor | None, float, float, int | None],
+    Tensor,
+]
+
+
+@frozen(eq=False)
+class Ops:
+    """Weights are this rank's shard, packed. Calls are positional, in the order given here."""
+
+    name: str
+    embed: Callable[[Tensor, Tensor, Group], Stream]
+    """(ids_T, weight_VD, group): rows of the vocabulary-parallel table."""
+    norm_qkv: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
+    """(stream, norm_D, weight_XD, bias_X, eps) -> (qkv_TX, stream): rows Q heads, K heads, V heads, local."""
+    attend: Attend
+    """(qkv_TX, kv, inputs, shape, cos_sin, q_norm_D, k_norm_D, eps, scale, window) -> [T, N * D]: q/k norm a head, neox rope, KV write, attention."""
+    out_add: Callable[[Tensor, Tensor, Tensor | None, Stream, Group], Stream]
+    """(attn_TX, weight_DX, bias_D, stream, group): row parallel, summed over the ranks, bias once."""
+    norm_gate_up: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
+    """(stream, norm_D, weight, bias, eps) -> (silu(gate) * up [T, F], stream); gate rows first."""
+    down_add: Callable[[Tensor, Tensor, Tensor | None, Stream, Group], Stream]
+    """(act_TF, weight_DF, bias_D, stream, group): as out_add."""
+    norm_head: Callable[[Stream, Tensor, Tensor, Tensor, float, Group, int], Tensor]
+    """(stream, samples_S, norm_D, weight_VD, eps, group, vocab_size) -> [S, vocab_size] float32."""
+    primitives: Primitives
+
+
+def _embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
+    return Stream(linear.embedding(ids_T, weight_VD, group), None)
+
+
+def _row_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, group: Group) -> Stream:
+    y = linear.row_parallel(x, weight, bias, group)
+    if stream.pending_TD is not None:
+        y += stream.pending_TD
+    return Stream(stream.residual_TD, y)
+
+
+def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
+    """The calls of a layer, composed of *p*; *attend* replaces the one that would be."""
+
+    def norm_linear(stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Stream]:
+        if stream.pending_TD is None:
+            return p.linear(p.rms_norm(stream.residual_TD, norm_D, eps), weight, bias), stream
+        normed, residual = p.fused_add_rms_norm(stream.pending_TD, stream.residual_TD, norm_D, eps)
+        return p.linear(normed, weight, bias), Stream(residual, None)
+
+    def norm_gate_up(stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Stream]:
+        gate_up, stream = norm_linear(stream, norm_D, weight, bias, eps)
+        return p.silu_and_mul(gate_up), stream
+
+    def norm_head(
+        stream: Stream, samples_S: Tensor, norm_D: Tensor, weight_VD: Tensor, eps: float, group: Group, vocab_size: int
+    ) -> Tensor:
+        residual = stream.residual_TD.index_select(0, samples_S)
+        if stream.pending_TD is None:
+            normed = p.rms_norm(residual, norm_D, eps)
+        else:
+            normed, _ = p.fused_add_rms_norm(stream.pending_TD.index_select(0, samples_S), residual, norm_D, eps)
+        return linear.head(normed, weight_VD, group, vocab_size)
+
+    def attend_composed(
+        qkv_TX: Tensor, kv: LayerKv, x: Inputs, shape: HeadShape, cos_sin: Tensor,
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = split_heads(qkv_TX, shape)
+        q = q if q_norm is None else p.rms_norm(q.contiguous(), q_norm, eps)
+        k = k if k_norm is None else p.rms_norm(k.contiguous(), k_norm, eps)
+        q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)  # noqa: FBT003 - positional by contract
+        p.write_kv(k, v, kv, x.slots)
+        return p.paged_attention(q, kv, x, scale, window).flatten(1)
+
+    return Ops(
+        name=name,
+        embed=_embed,
+        norm_qkv=norm_linear,
+        attend=attend_composed if attend is None else attend,
+        out_add=_row_add,
+        norm_gate_up=norm_gate_up,
+        down_add=_row_add,
+        norm_head=norm_head,
+        primitives=p,
+    )
+
+
+def split_heads(qkv_TX: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the query, key and value heads: [T, N, D], [T, H, D], [T, H, D]."""
+    heads = qkv_TX.view(len(qkv_TX), -1, shape.head_dim)
+    q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    return q, k, v
+
+
+def attend_reference(  # noqa: PLR0913 - the contract of Ops.attend
+    qkv_TX: Tensor, kv: LayerKv, x: Inputs, shape: HeadShape, cos_sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Ops.attend in few torch calls: queries and keys are normed and rotated together, what no layer changes is computed once a step."""
+    count, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
+    heads = qkv_TX.view(len(qkv_TX), -1, shape.head_dim)
+    qk = heads[:, :turned]
+    if q_norm is not None and k_norm is not None:
+        weight = torch.cat((q_norm.expand(count, -1), k_norm.expand(shape.num_kv_heads, -1)))
+        qk = norm.rms_norm(qk, weight, eps)
+    cos, sin = x.memo.once("rope", cos_sin, lambda: rope.gather_rope(cos_sin, x.positions, interleaved=False))
+    qk = rope.rotate(qk, cos, sin, interleaved=False)
+    attention.write_kv(qk[:, count:], heads[:, turned:], kv, x.slots)
+    return attention.paged_attention(qk[:, :count], kv, x, scale, window).flatten(1)
+
+
+def reference() -> Ops:
+    """Plain torch, float32 inside, on any device: what every other maker is checked against."""
+    primitives = Primitives(
+        rms_norm=norm.rms_norm,
+        fused_add_rms_norm=norm.fused_add_rms_norm,
+        silu_and_mul=norm.silu_and_mul,
+        rotary_embedding=rope.rotary_embedding,
+        write_kv=attention.write_kv,
+        paged_attention=attention.paged_attention,
+        linear=linear.linear,
+    )
+    return composed("reference", primitives, attend_reference)
