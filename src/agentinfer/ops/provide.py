@@ -118,6 +118,8 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
         q, k, v = split_heads(qkv_TX, shape)
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
         q = q if q_norm is None else p.rms_norm(q.contiguous(), q_norm, eps)
         k = k if k_norm is None else p.rms_norm(k.contiguous(), k_norm, eps)
         q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)  # noqa: FBT003 - positional by contract
@@ -155,6 +157,8 @@ def attend_reference(  # noqa: PLR0913 - the contract of Ops.attend
     if q_norm is not None and k_norm is not None:
         weight = torch.cat((q_norm.expand(count, -1), k_norm.expand(shape.num_kv_heads, -1)))
         qk = norm.rms_norm(qk, weight, eps)
+    elif q_norm is not None or k_norm is not None:
+        raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
     cos, sin = x.memo.once("rope", cos_sin, lambda: rope.gather_rope(cos_sin, x.positions, interleaved=False))
     qk = rope.rotate(qk, cos, sin, interleaved=False)
     attention.write_kv(qk[:, count:], heads[:, turned:], kv, x.slots)

@@ -1,0 +1,189 @@
+"""Choosing tokens from logits, and the noise that does it. Fixed for good: a seed gives the same tokens for ever.
+
+Noise: Philox4x32-10 with key = (low, high 32 bits of the seed) and counter = (token id // 4, output index, 0, 0); lane `token id % 4` of
+its result is x; k = x >> 9; u = (k + 0.5) * 2^-23; gumbel = -log(-log(u)), computed in float64 and rounded to float32. The token of a row is
+argmax(z + gumbel) over the tokens that the filters leave, z = (logits - their maximum) / temperature in float32, ties to the lowest id.
+So a token depends on (logits, parameters, seed, output index) alone: not on the batch, the order of rows, chunks or preemption.
+
+Order of the filters: banned ids to -inf, temperature, top-k, top-p on the rest renormalised, min-p. Knows SamplingColumns; S samples, V
+vocabulary. Greedy rows never leave the device; the others are chosen on the host.
+
+**Source**: Salmon et al. 2011 (Philox); Gumbel 1954, Maddison et al. 2014 (the argmax).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentinfer.state.ids import F32, I64
+from agentinfer.state.plan import SamplingColumns
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it choose the largest logit."""
+GUMBEL_MOST = 16.7
+"""No noise is larger: -log(-log(1 - 2^-24)) = 16.64."""
+LIKELY = -3.0
+"""Tokens of a larger z get their noise first."""
+TIE = 1e-6
+"""Relative slack of the top-p and min-p cuts, so that an exact equality is kept whatever the rounding."""
+
+_LEVELS = (-1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -10.0)
+"""Where to cut before sorting for top-p."""
+
+U64 = npt.NDArray[np.uint64]
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox(counter: tuple[U64, U64, U64, U64], key: tuple[int, int]) -> tuple[U64, U64, U64, U64]:
+    """Philox4x32-10: four words of 32 random bits for each counter (words of 32 bits, in uint64 arrays).
+
+    **Source**: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, index: int, ids: I64) -> F32:
+    """The noise of each token id of *ids* (ascending) at output *index* of a sequence with *seed*. float32."""
+    block = (ids >> 2).astype(np.uint64)
+    fresh = np.empty(len(block), np.bool_)
+    fresh[:1] = True
+    np.not_equal(block[1:], block[:-1], out=fresh[1:])
+    quads = block[fresh]
+    zero = np.zeros_like(quads)
+    lanes = philox((quads, np.full_like(quads, index), zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    word = np.stack(lanes, axis=-1)[np.cumsum(fresh) - 1, ids & 3]
+    u = ((word >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
+    return (-np.log(-np.log(u))).astype(np.float32)
+
+
+def _top_k(z_V: F32, k: int) -> I64:
+    """Ids of the k largest, ascending; of equal ones the lowest ids."""
+    edge = np.partition(z_V, len(z_V) - k)[len(z_V) - k]
+    above = np.flatnonzero(z_V > edge)
+    level = np.flatnonzero(z_V == edge)[: k - len(above)]
+    return np.sort(np.concatenate((above, level)))
+
+
+def _top_p(z: F32, p: float) -> I64:
+    """Places in *z* of the smallest set of largest probabilities that reaches p, ascending; of equal ones the first.
+
+    Only a part is sorted: all that lie above a level which holds enough mass.
+    """
+    mass = np.exp(z)
+    goal = p * float(mass.sum(dtype=np.float64)) * (1 - TIE)
+    able = np.arange(len(z))
+    for level in _LEVELS:
+        above = np.flatnonzero(z >= level)
+        if float(mass[above].sum(dtype=np.float64)) >= goal:
+            able = above
+            break
+    order = able[np.argsort(-z[able], kind="stable")]
+    reached = int(np.searchsorted(np.cumsum(mass[order], dtype=np.float64), goal))
+    return np.sort(order[: reached + 1])
+
+
+def survivors(logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> tuple[I64, F32]:
+    """The token ids that the filters leave, ascending, and their z. The row's maximum must be finite, the temperature at least 1e-5.
+
+    *top_k* of 0 or less, or of the vocabulary or more, *top_p* of 1 and *min_p* of 0 are off. Exactly k tokens survive top-k. A token of
+    probability exactly at the cut of min-p stays.
+    """
+    with np.errstate(over="ignore"):
+        z = (logits_V - logits_V.max()) / np.float32(temperature)
+    if 0 < top_k < len(z):
+        ids = _top_k(z, top_k)
+        z = z[ids]
+    else:
+        ids = np.arange(len(z), dtype=np.int64)
+    if top_p < 1:
+        kept = _top_p(z, top_p)
+        ids, z = ids[kept], z[kept]
+    if min_p > 0:
+        kept = np.flatnonzero(z >= np.float32(math.log(min_p) - TIE))
+        ids, z = ids[kept], z[kept]
+    alive = z > -np.inf
+    return (ids, z) if bool(alive.all()) else (ids[alive], z[alive])
+
+
+def probabilities(logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> npt.NDArray[np.float64]:
+    """The distribution that a row is sampled from, [V] float64: what `survivors` leaves, renormalised."""
+    ids, z = survivors(logits_V, temperature, top_k, top_p, min_p)
+    p = np.zeros(len(logits_V))
+    p[ids] = np.exp(z.astype(np.float64))
+    return p / p.sum()
+
+
+def choose(ids: I64, z: F32, seed: int, index: int) -> int:
+    """argmax of z + noise over *ids* (ascending, their largest z is 0): the token.
+
+    Noise is computed only where it can matter: first for the likely tokens, whose best score then rules out most others.
+    """
+    first = z > LIKELY
+    near, score = ids[first], z[first] + gumbel(seed, index, ids[first])
+    at = int(score.argmax())
+    token, best = int(near[at]), float(score[at])
+    rest = (z >= best - GUMBEL_MOST) & ~first
+    far = ids[rest]
+    if len(far):
+        score = z[rest] + gumbel(seed, index, far)
+        at = int(score.argmax())
+        if (-float(score[at]), int(far[at])) < (-best, token):
+            token = int(far[at])
+    return token
+
+
+def _ban(logits_SV: Tensor, banned: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:
+    """A copy with the banned ids of each sample at -inf."""
+    rows = [row for row, ids in banned for _ in ids]
+    tokens = [token for _, ids in banned for token in ids]
+    where = torch.tensor((rows, tokens), dtype=torch.int64).to(logits_SV.device)
+    return logits_SV.index_put((where[0], where[1]), logits_SV.new_tensor(float("-inf")))
+
+
+def sample(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """One token a sample: ([S] int64, [S] bool ok), on the logits' device. The logits are not written.
+
+    ok is False where a row holds a NaN or +inf, or nothing but -inf: its token means nothing.
+    """
+    logits = logits_SV.to(torch.float32)
+    if s.banned:
+        logits = _ban(logits, s.banned)
+    tokens = logits.argmax(-1)
+    ok = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()
+    noisy = np.flatnonzero(s.temperature >= GREEDY_BELOW)
+    if len(noisy):
+        index = torch.from_numpy(noisy).to(logits.device)
+        rows = (logits if len(noisy) == len(logits) else logits.index_select(0, index)).cpu().numpy()
+        fine = ok.index_select(0, index).tolist()
+        params, outputs = s.params[noisy], s.index[noisy].tolist()
+        chosen = [
+            choose(*survivors(row, t, k, p, least), seed, output) if good else 0
+            for row, good, t, k, p, least, seed, output in zip(
+                rows,
+                fine,
+                params["temperature"].tolist(),
+                params["top_k"].tolist(),
+                params["top_p"].tolist(),
+                params["min_p"].tolist(),
+                params["seed"].tolist(),
+                outputs,
+                strict=True,
+            )
+        ]
+        tokens.index_copy_(0, index, torch.tensor(chosen, dtype=torch.int64).to(logits.device))
+    return tokens, ok
