@@ -26,36 +26,46 @@ def commit(
         raise ValueError(f"step {plan.step}: {len(sampled.tokens)} tokens for {len(plan.samples)} samples")
     draft = _Draft(state, hasher)
     cols, size = draft.cols, state.limits.block_size
-    landed = (cols.seq.take(plan.rows) == plan.seqs) & (cols.born.take(plan.rows) <= plan.step)
-    everyone = every(landed)
-    rows, context = (plan.rows, plan.context) if everyone else (plan.rows[landed], plan.context[landed])
-    cols.own("written")[rows] = context
-
-    sample_rows, tokens, ok = plan.sample_rows, sampled.tokens, sampled.ok
-    if not everyone:
+    rows, context, count, sample_rows, tokens, ok = (
+        plan.rows, plan.context, plan.count, plan.sample_rows, sampled.tokens, sampled.ok,
+    )  # fmt: skip
+    if rows is not state.order:  # the very same column: nobody came or went since
+        landed = (cols.seq.take(rows) == plan.seqs) & (cols.born.take(rows) <= plan.step)
+    else:
+        landed = None
+    if landed is not None and not every(landed):
         alive = landed[sample_rows]
-        sample_rows, tokens, ok = sample_rows[alive], tokens[alive], ok[alive]
-    rows = plan.rows.take(sample_rows)
-    broken = rows[~ok] if not every(ok) else rows[:0]
-    if len(broken):
-        rows, tokens, sample_rows = rows[ok], tokens[ok], sample_rows[ok]
-    before = cols.known.take(rows)
+        renumbered = np.cumsum(landed, dtype=np.int32) - 1
+        sample_rows, tokens, ok = renumbered[sample_rows[alive]], tokens[alive], ok[alive]
+        rows, context, count = rows[landed], context[landed], count[landed]
+    cols.own("written")[rows] = context
+    at, landed_rows = context % size, rows
+    touched = at < count  # rows that completed a block of KV
+
+    if len(sample_rows) < len(rows):
+        rows, before, at = rows[sample_rows], context[sample_rows], at[sample_rows]
+    else:
+        before = context
+    broken = rows[:0]
+    if not every(ok):
+        broken = rows[~ok]
+        rows, tokens, before, at = rows[ok], tokens[ok], before[ok], at[ok]
     after = before + 1
-    cols.own("tail").ravel()[rows * np.int32(size) + before % size] = tokens
+    cols.own("tail").ravel()[rows * np.int32(size) + at] = tokens
     cols.own("known")[rows] = after
     stopped = _stopped(cols, rows, tokens, before)
     ended = stopped | (after >= cols.limit.take(rows))
 
-    for row in ints(rows[after % size == 0]):
-        _fill(draft, row)
-    touched = context % size < (plan.count if everyone else plan.count[landed])
+    full = at == size - 1
+    if some(full):
+        for row in ints(rows[full]):
+            _fill(draft, row)
     if state.limits.prefix_cache and some(touched):
-        landed_rows = plan.rows if everyone else plan.rows[landed]
         for row in ints(landed_rows[touched]):
             if row not in broken:
                 _remember(draft, row)
     _end(draft, rows, tokens, ended, stopped, broken)
-    seqs = plan.seqs.take(sample_rows)
+    seqs = plan.seqs if rows is plan.rows else state.cols.seq.take(rows)
     seal(seqs, tokens)
     finished = (*state.ended, *draft.finished)
     return _next_state(draft, ended=bool(len(draft.finished))), Output(plan.step, seqs, tokens, finished)
@@ -174,5 +184,6 @@ def _next_state(draft: _Draft, *, ended: bool) -> EngineState:
         cols=cols,
         pool=draft.pool.freeze(),
         retabled=retabled,
+        last=state.last,
         ended=(),
     )

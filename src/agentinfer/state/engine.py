@@ -12,7 +12,7 @@ from agentinfer.state.columns import FIELDS, Columns
 from agentinfer.state.ids import I32, SeqId, ints, seal
 from agentinfer.state.limits import Limits
 from agentinfer.state.log import Queue
-from agentinfer.state.plan import TableEntries
+from agentinfer.state.plan import Plan, TableEntries
 from agentinfer.state.sequence import Finished, Running, Status, Waiting
 from agentinfer.state.show import state_html
 
@@ -37,6 +37,8 @@ class EngineState:
     pool: BlockPool
     retabled: tuple[TableEntries, ...]
     """Block-table entries that changed since the last plan (a block was exchanged for its equal in the cache)."""
+    last: Plan | None
+    """The plan before the next one, if it came from this state's past: what a steady decode has in common with it."""
     ended: tuple[Finished, ...]
     """Ended outside commit since the last Output: rejected, aborted, failed."""
 
@@ -59,6 +61,7 @@ def initial(limits: Limits) -> EngineState:
         cols=Columns.empty(limits),
         pool=BlockPool.empty(limits.num_blocks),
         retabled=(),
+        last=None,
         ended=(),
     )
 
@@ -120,7 +123,8 @@ def status(state: EngineState, seq: SeqId) -> Status:
 def digest(state: EngineState) -> str:
     """Name the state by its content, in 16 hex digits: equal on every rank and in every replay.
 
-    `ended` is left out: it is mail on its way, and when it is taken changes nothing that follows.
+    `ended` is left out: it is mail on its way, and when it is taken changes nothing that follows. So is `last`,
+    which only saves work.
     """
     h = hashlib.blake2b(digest_size=8)
     for name in FIELDS:

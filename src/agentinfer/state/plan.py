@@ -115,7 +115,7 @@ def offsets_of(plan: Plan) -> I32:
 
 def sampled(plan: Plan, tokens: Any, ok: Any = None) -> Sampled:
     """*tokens* (one a sample of *plan*) as a Sampled."""
-    ids = np.asarray(tokens, np.int32).reshape(-1)
+    ids = np.array(tokens, np.int32).reshape(-1)
     return Sampled(ids, offsets_of(plan), np.ones(len(ids), np.bool_) if ok is None else np.asarray(ok, np.bool_))
 
 

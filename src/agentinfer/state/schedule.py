@@ -240,20 +240,21 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tup
     end = start + count
     slots, inputs, last = _layout(draft, rows, start, count)
     cols.own("computed")[rows] = end
-    sampling = end == cols.length.take(rows)
-    if every(sampling):
-        sample_rows, sampled, before = np.arange(len(rows), dtype=np.int32), rows, end
+    before = _same_rows(state.last, rows)
+    steady = before is not None and len(slots) == len(rows)
+    if steady or every(sampling := end == cols.length.take(rows)):
+        sample_rows, sampled, length = last if steady else np.arange(len(rows), dtype=np.int32), rows, end
     else:
         sample_rows = np.flatnonzero(sampling).astype(np.int32)
-        sampled, last, before = rows[sample_rows], last[sample_rows], end[sample_rows]
-    cols.own("length")[sampled] = before + 1  # the token this step will sample, promised
+        sampled, last, length = rows[sample_rows], last[sample_rows], end[sample_rows]
+    cols.own("length")[sampled] = length + 1  # the token this step will sample, promised
     if turn.short:
         cols.own("turn")[rows] = state.step + 1
     plan = Plan(
         step=state.step,
         base=state.step - 1,
         rows=rows,
-        seqs=cols.seq.take(rows),
+        seqs=cols.seq.take(rows) if before is None else before.seqs,
         start=start,
         count=count,
         context=end,
@@ -261,16 +262,26 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tup
         inputs=inputs,
         samples=last,
         sample_rows=sample_rows,
-        sampling=_sampling(draft, sampled, before),
+        sampling=_sampling(draft, sampled, length, before.sampling if before is not None and steady else None),
         tables=tuple(draft.tables),
         copies=tuple(draft.copies),
         preempted=tuple(w.seq for w in draft.preempted),
     )
     seal(rows, plan.seqs, start, count, end, slots, inputs, last, sample_rows)
-    return _next_state(draft), plan
+    return _next_state(draft, plan), plan
 
 
-def _next_state(draft: _Draft) -> EngineState:
+def _same_rows(last: Plan | None, rows: I32) -> Plan | None:
+    """The plan before, if it was a decode of the very same rows, each of which sampled.
+
+    The column of rows is the state's own `order`: had anybody come or gone, it would be another one.
+    """
+    if last is not None and last.rows is rows and len(last.slots) == len(last.samples) == len(rows):
+        return last
+    return None
+
+
+def _next_state(draft: _Draft, plan: Plan) -> EngineState:
     state, order = draft.state, draft.order
     waiting, requeued = state.waiting, state.requeued
     if draft.admitted or draft.preempted:
@@ -289,6 +300,7 @@ def _next_state(draft: _Draft) -> EngineState:
         cols=draft.cols.freeze(),
         pool=draft.pool.freeze(),
         retabled=(),
+        last=plan,
         ended=state.ended,
     )
 
@@ -306,13 +318,16 @@ def _leave_queues(draft: _Draft) -> tuple[Queue[Waiting], tuple[Waiting, ...]]:
     return waiting, tuple(sorted([*draft.preempted, *requeued], key=lambda w: w.seq))
 
 
-def _sampling(draft: _Draft, rows: I32, length: I32) -> SamplingColumns:
-    """How to choose the token at position *length* of each of *rows*."""
-    params = draft.cols.params.take(rows, axis=0).view(PARAMS)[:, 0]
-    index = length - params["prompt"]
-    held = length < params["floor"]
+def _sampling(draft: _Draft, rows: I32, length: I32, before: SamplingColumns | None) -> SamplingColumns:
+    """How to choose the token at position *length* of each of *rows*. *before*: of the token before, if that helps."""
+    if before is not None and not before.banned:
+        params, index = before.params, before.index + 1
+    else:
+        params = draft.cols.params.take(rows, axis=0).view(PARAMS)[:, 0]
+        index = length - params["prompt"]
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    if some(held):
+    if before is None or before.banned:
+        held = length < params["floor"]
         stops = draft.cols.stop
         banned = tuple((i, tuple(t for t in ints(stops[rows[i]]) if t >= 0)) for i in ints(np.flatnonzero(held)))
     seal(params, index)
@@ -345,8 +360,10 @@ def _layout_single(draft: _Draft, rows: I32, start: I32) -> tuple[I64, I32]:
     at = start % size
     slots = cols.tail_block.take(rows) * np.int64(size) + at
     behind = cols.known.take(rows) - start
-    inputs = np.where(behind > 0, cols.tail.ravel().take(rows * np.int32(size) + at), np.int32(-1))
-    early = behind > 1
+    inputs = cols.tail.ravel().take(rows * np.int32(size) + at)
+    in_flight, early = behind < 1, behind > 1
+    if some(in_flight):
+        inputs[in_flight] = -1
     if some(early):  # a one-position chunk in the middle of a prompt
         for i, row, position in zip(*(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True):
             run = draft.running(row)
