@@ -38,6 +38,9 @@ _LEVELS = (-1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -10.0)
 U64 = npt.NDArray[np.uint64]
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_UNUSED = np.uint64(9)
+_PIECE = 8192
+"""Ids whose noise is computed together: their arrays stay in the cache."""
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -52,23 +55,46 @@ def philox(counter: tuple[U64, U64, U64, U64], key: tuple[int, int]) -> tuple[U6
     k0, k1 = key
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        high0, high1 = p0 >> _SHIFT, p1 >> _SHIFT
+        high1 ^= c1
+        high1 ^= np.uint64(k0)
+        high0 ^= c3
+        high0 ^= np.uint64(k1)
+        p0 &= _LOW
+        p1 &= _LOW
+        c0, c1, c2, c3 = high1, p1, high0, p0
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
 def gumbel(seed: int, index: int, ids: I64) -> F32:
     """The noise of each token id of *ids* (ascending) at output *index* of a sequence with *seed*. float32."""
-    block = (ids >> 2).astype(np.uint64)
+    noise = np.empty(len(ids), np.float32)
+    for at in range(0, len(ids), _PIECE):
+        noise[at : at + _PIECE] = _gumbel(seed, index, ids[at : at + _PIECE])
+    return noise
+
+
+def _gumbel(seed: int, index: int, ids: I64) -> npt.NDArray[np.float64]:
+    """`gumbel` of a piece: one Philox call for all lanes of a counter that are wanted."""
+    block = ids >> 2
     fresh = np.empty(len(block), np.bool_)
-    fresh[:1] = True
+    fresh[0] = True
     np.not_equal(block[1:], block[:-1], out=fresh[1:])
-    quads = block[fresh]
-    zero = np.zeros_like(quads)
-    lanes = philox((quads, np.full_like(quads, index), zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    word = np.stack(lanes, axis=-1)[np.cumsum(fresh) - 1, ids & 3]
-    u = ((word >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
-    return (-np.log(-np.log(u))).astype(np.float32)
+    counter = block[fresh].astype(np.uint64)
+    zero = np.zeros_like(counter)
+    lanes = philox((counter, np.full_like(counter, index), zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    place = np.cumsum(fresh)
+    place -= 1
+    place *= 4
+    place += ids & 3
+    u = (np.stack(lanes, axis=-1).reshape(-1).take(place) >> _UNUSED).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-23
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    return np.negative(u, out=u)
 
 
 def _top_k(z_V: F32, k: int) -> I64:
