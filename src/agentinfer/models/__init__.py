@@ -1,0 +1,1 @@
+"""A model is data and three functions: config, weights described once, forward."""

@@ -1,0 +1,230 @@
+"""Qwen2, Qwen3 and Llama: one dense decoder, as data and three functions.
+
+Shapes: T positions, S samples, V vocabulary, D model width, N query heads, K KV heads, H head dim, X = (N + 2K) H
+local qkv width, F local feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.models.config import DenseConfig, check_tp
+from agentinfer.models.weights import Spec
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.comm import Ranks
+from agentinfer.ops.inputs import Inputs
+from agentinfer.ops.kv import Donated, KvCache, KvLayout, gqa
+from agentinfer.ops.provide import Ops
+from agentinfer.ops.rope import cos_sin
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@frozen(eq=False)
+class DenseLayer(Generic[A]):
+    """The weights of one layer, as the checkpoint has them."""
+
+    attn_norm: A
+    q: A
+    k: A
+    v: A
+    q_bias: A | None
+    k_bias: A | None
+    v_bias: A | None
+    q_norm: A | None
+    k_norm: A | None
+    o: A
+    o_bias: A | None
+    ffn_norm: A
+    gate: A
+    up: A
+    gate_bias: A | None
+    up_bias: A | None
+    down: A
+    down_bias: A | None
+
+
+@frozen(eq=False)
+class DenseWeights(Generic[A]):
+    """All weights, as the checkpoint has them. No head: the embedding is the head."""
+
+    embed: A
+    layers: tuple[DenseLayer[A], ...]
+    norm: A
+    head: A | None
+
+
+@frozen(eq=False)
+class PackedLayer(Generic[A]):
+    """The weights of one layer, as forward reads them."""
+
+    attn_norm: A
+    qkv: A
+    qkv_bias: A | None
+    q_norm: A | None
+    k_norm: A | None
+    o: A
+    o_bias: A | None
+    ffn_norm: A
+    gate_up: A
+    gate_up_bias: A | None
+    down: A
+    down_bias: A | None
+
+
+@frozen(eq=False)
+class PackedDense(Generic[A]):
+    """All weights, q, k, v and gate, up merged."""
+
+    embed: A
+    layers: tuple[PackedLayer[A], ...]
+    norm: A
+    head: A | None
+
+
+@frozen(eq=False)
+class Dense:
+    """What forward reads: this rank's packed weights, and the rope table that all layers share."""
+
+    embed: Tensor
+    """[V / tp, D]"""
+    layers: tuple[PackedLayer[Tensor], ...]
+    norm: Tensor
+    head: Tensor
+    """[V / tp, D]; the embedding itself where they are tied."""
+    cos_sin: Tensor
+    """[max_positions, H] float32: first half cos, second half sin."""
+
+
+def specs(c: DenseConfig) -> DenseWeights[Spec]:
+    """Every weight of the model, once: name, shape, cut."""
+    d, f, h = c.hidden_size, c.intermediate_size, c.head_dim
+    q_rows, kv_rows = c.num_heads * h, c.num_kv_heads * h
+
+    def bias_of(weight: Spec, there: bool) -> Spec | None:
+        """Cut as the rows of *weight* are; whole, to be added once, where its columns are cut."""
+        name, cut = weight.name.removesuffix("weight") + "bias", 0 if weight.cut == 0 else None
+        return evolve(weight, name=name, shape=weight.shape[:1], cut=cut, kind="bias") if there else None
+
+    def layer(i: int) -> DenseLayer[Spec]:
+        p = f"model.layers.{i}."
+        q = Spec(p + "self_attn.q_proj.weight", (q_rows, d), 0, h)
+        k = Spec(p + "self_attn.k_proj.weight", (kv_rows, d), 0, h, share=True)
+        v = Spec(p + "self_attn.v_proj.weight", (kv_rows, d), 0, h, share=True)
+        o = Spec(p + "self_attn.o_proj.weight", (d, q_rows), 1, h)
+        gate = Spec(p + "mlp.gate_proj.weight", (f, d), 0, pad=True)
+        up = Spec(p + "mlp.up_proj.weight", (f, d), 0, pad=True)
+        down = Spec(p + "mlp.down_proj.weight", (d, f), 1, pad=True)
+        return DenseLayer(
+            attn_norm=Spec(p + "input_layernorm.weight", (d,), kind="norm"),
+            q=q,
+            k=k,
+            v=v,
+            q_bias=bias_of(q, c.qkv_bias),
+            k_bias=bias_of(k, c.qkv_bias),
+            v_bias=bias_of(v, c.qkv_bias),
+            q_norm=Spec(p + "self_attn.q_norm.weight", (h,), kind="norm") if c.qk_norm else None,
+            k_norm=Spec(p + "self_attn.k_norm.weight", (h,), kind="norm") if c.qk_norm else None,
+            o=o,
+            o_bias=bias_of(o, c.o_bias),
+            ffn_norm=Spec(p + "post_attention_layernorm.weight", (d,), kind="norm"),
+            gate=gate,
+            up=up,
+            gate_bias=bias_of(gate, c.mlp_bias),
+            up_bias=bias_of(up, c.mlp_bias),
+            down=down,
+            down_bias=bias_of(down, c.mlp_bias),
+        )
+
+    return DenseWeights(
+        embed=Spec("model.embed_tokens.weight", (c.vocab_size, d), 0, pad=True),
+        layers=tuple(layer(i) for i in range(c.num_layers)),
+        norm=Spec("model.norm.weight", (d,), kind="norm"),
+        head=None if c.tied else Spec("lm_head.weight", (c.vocab_size, d), 0, pad=True),
+    )
+
+
+def pack(w: DenseWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDense[B]:
+    """Merge what one matrix product computes: rows of q, k, v; rows of gate, up. *join* puts rows under each other."""
+
+    def optional(*parts: A | None) -> B | None:
+        there = tuple(x for x in parts if x is not None)
+        return join(there) if there else None
+
+    def layer(x: DenseLayer[A]) -> PackedLayer[B]:
+        return PackedLayer(
+            attn_norm=join((x.attn_norm,)),
+            qkv=join((x.q, x.k, x.v)),
+            qkv_bias=optional(x.q_bias, x.k_bias, x.v_bias),
+            q_norm=optional(x.q_norm),
+            k_norm=optional(x.k_norm),
+            o=join((x.o,)),
+            o_bias=optional(x.o_bias),
+            ffn_norm=join((x.ffn_norm,)),
+            gate_up=join((x.gate, x.up)),
+            gate_up_bias=optional(x.gate_bias, x.up_bias),
+            down=join((x.down,)),
+            down_bias=optional(x.down_bias),
+        )
+
+    return PackedDense(join((w.embed,)), tuple(layer(x) for x in w.layers), join((w.norm,)), optional(w.head))
+
+
+def ready(c: DenseConfig, w: PackedDense[Tensor], max_positions: int) -> Dense:
+    """What forward reads, for sequences of up to *max_positions* tokens."""
+    head = w.embed if w.head is None else w.head
+    return Dense(w.embed, w.layers, w.norm, head, cos_sin(c.rope, max_positions, w.embed.device))
+
+
+def forward(
+    c: DenseConfig, w: Dense, ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs
+) -> tuple[Tensor, KvCache]:
+    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's keys and values. *Donates* kv.
+
+    **Source**: the Qwen2, Qwen3 and Llama modeling files of transformers 5.
+    """
+    kv = kv.consume("forward")
+    tp, eps, heads = ranks.tp, c.norm_eps, local_heads(c, ranks.tp.size)
+    stream = ops.embed(x.ids, w.embed, tp)
+    for layer, cache, window in zip(w.layers, kv.layers, c.windows, strict=True):
+        qkv_TX, stream = ops.norm_qkv(stream, layer.attn_norm, layer.qkv, layer.qkv_bias, eps)
+        attn_TX = ops.attend(qkv_TX, cache, x, heads, w.cos_sin, layer.q_norm, layer.k_norm, eps, c.scale, window)
+        stream = ops.out_add(attn_TX, layer.o, layer.o_bias, stream, tp)
+        act_TF, stream = ops.norm_gate_up(stream, layer.ffn_norm, layer.gate_up, layer.gate_up_bias, eps)
+        stream = ops.down_add(act_TF, layer.down, layer.down_bias, stream, tp)
+    return ops.norm_head(stream, x.samples, w.norm, w.head, eps, tp, c.vocab_size), kv
+
+
+def local_heads(c: DenseConfig, tp: int) -> HeadShape:
+    """The heads of one of *tp* ranks: at least one KV head each."""
+    return HeadShape(c.num_heads // tp, max(1, c.num_kv_heads // tp), c.head_dim)
+
+
+def kv_layouts(c: DenseConfig, tp: int, block_size: int, dtype: torch.dtype) -> tuple[KvLayout, ...]:
+    """What each layer keeps of a token on one of *tp* ranks. Raises InvalidSetting if they can not share the heads."""
+    check_tp(c, tp)
+    return (gqa(block_size, local_heads(c, tp).num_kv_heads, c.head_dim, dtype),) * c.num_layers
+
+
+def rename(c: DenseConfig, key: str) -> str | None:
+    """The model's name for a checkpoint's *key*; None: known, and of no use here.
+
+    Of vision-language checkpoints only the language part is read. A head beside a tied embedding is not used: the
+    embedding is the head.
+    """
+    if key.endswith("rotary_emb.inv_freq") or (c.tied and key == "lm_head.weight"):
+        return None
+    if "VL" in c.architecture:
+        if key.startswith(("visual.", "model.visual.")):
+            return None
+        for prefix in ("model.language_model.", "language_model.model."):
+            if key.startswith(prefix):
+                return "model." + key.removeprefix(prefix)
+        return key.removeprefix("language_model.") if key == "language_model.lm_head.weight" else key
+    return key

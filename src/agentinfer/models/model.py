@@ -1,0 +1,240 @@
+"""Model: an architecture as data and functions, found by `architectures[0]` of config.json, and loading one whole.
+
+Knows which architectures there are. Must not know how any of them computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.errors import CheckpointError, InvalidSetting
+from agentinfer.models import dense
+from agentinfer.models.checkpoint import Checkpoint, open_checkpoint
+from agentinfer.models.config import CONFIG, DTYPES, architecture_of, check_tp, eos_ids, read_dense
+from agentinfer.models.folder import read_json
+from agentinfer.models.weights import (
+    STORED_DTYPES,
+    Fused,
+    load,
+    load_tensors,
+    match,
+    num_parameters,
+    packed_bytes,
+    random_tensors,
+)
+from agentinfer.ops.comm import Ranks
+from agentinfer.ops.inputs import Inputs
+from agentinfer.ops.kv import Donated, KvCache, KvLayout
+from agentinfer.ops.provide import Ops
+
+__all__ = [
+    "ARCHITECTURES", "Config", "Model", "WeightSizes", "eos_ids", "kv_layout", "load_model", "random_model",
+    "read_config", "weight_sizes",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+class Config(Protocol):
+    """What every model's config says."""
+
+    @property
+    def architecture(self) -> str:
+        """`architectures[0]`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep KV."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """The embedding is the LM head."""
+        ...
+
+
+Forward = Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]
+"""(config, weights, ops, ranks, kv, inputs) -> ([S, V] float32 logits, kv). *Donates* kv."""
+
+
+@frozen(eq=False)
+class Model:
+    """An architecture with its config. The functions take the config, so that one serves many models."""
+
+    config: Config
+    dtype: torch.dtype | None
+    """What the weights are held in; None: neither config.json nor the caller said, the file will."""
+    specs: Callable[[Any], Any]
+    """(config) -> a tree of Spec."""
+    pack: Callable[[Any, Callable[[tuple[Any, ...]], Any]], Any]
+    """(tree, join) -> the tree with weights merged as forward reads them."""
+    ready: Callable[[Any, Any, int], Any]
+    """(config, packed tree of Tensor, max positions) -> what forward takes as weights."""
+    forward: Forward
+    kv_layouts: Callable[[Any, int, int, torch.dtype], tuple[KvLayout, ...]]
+    """(config, tp, block size, dtype) -> one a layer."""
+    rename: Callable[[Any, str], str | None]
+    """(config, key of a checkpoint) -> name of a Spec, None where it is knowingly not used."""
+    check_tp: Callable[[Any, int], None]
+    """(config, tp). Raises InvalidSetting."""
+
+    @property
+    def name(self) -> str:
+        """`architectures[0]` of its config."""
+        return self.config.architecture
+
+    @property
+    def packed(self) -> Any:
+        """A tree of Fused: every tensor that a rank holds, before it exists."""
+        return self.pack(self.specs(self.config), Fused)
+
+
+@frozen
+class WeightSizes:
+    """What the weights of a model take, read from its Spec tree alone."""
+
+    num_parameters: int
+    """Of the whole model; a tied head is counted once."""
+    rank_bytes: int
+    """On each rank."""
+    largest_bytes: int
+    """The largest fused group on a rank: what loading may need on top."""
+
+
+def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
+    config = read_dense(raw, folder)
+    return Model(
+        config=config,
+        dtype=config.dtype,
+        specs=dense.specs,
+        pack=dense.pack,
+        ready=dense.ready,
+        forward=dense.forward,
+        kv_layouts=dense.kv_layouts,
+        rename=dense.rename,
+        check_tp=check_tp,
+    )
+
+
+ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Path], Model]] = {
+    "LlamaForCausalLM": _dense,
+    "Qwen2ForCausalLM": _dense,
+    "Qwen3ForCausalLM": _dense,
+    "Qwen2VLForCausalLM": _dense,
+    "Qwen2VLForConditionalGeneration": _dense,
+    "Qwen2_5_VLForCausalLM": _dense,
+    "Qwen2_5_VLForConditionalGeneration": _dense,
+}
+"""architectures[0] -> what reads its config.json. Of the VL ones the language part, for text."""
+
+
+def read_config(folder: Path) -> Model:
+    """The model in *folder*, from its config.json alone. Raises CheckpointError naming file and field."""
+    raw = read_json(folder, CONFIG)
+    name = architecture_of(raw, str(folder / CONFIG))
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{folder / CONFIG}: architectures: {name} is not supported; supported are {known}")
+    return ARCHITECTURES[name](raw, folder)
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None
+) -> tuple[Model, Any]:
+    """The model in *folder*, and this rank's packed weights, which its forward takes.
+
+    *dtype*: None means config.json's, else that of the stored weights; the Model returned says which it became.
+    *max_positions*: tokens of the longest sequence, None: all that the model is made for.
+    Raises CheckpointError naming file and key or field, InvalidSetting for ranks that can not share the model.
+    """
+    model = read_config(folder)
+    model.check_tp(model.config, ranks.tp.size)
+    checkpoint = open_checkpoint(folder)
+    packed = model.packed
+    found = match(checkpoint, packed, partial(model.rename, model.config))
+    if model.config.tied and "lm_head.weight" in checkpoint.tensors:
+        _log.warning("%s: lm_head.weight is not used: tie_word_embeddings is true, the embedding is the head", folder)
+    model = evolve(model, dtype=_chosen(model, dtype, checkpoint))
+    weights = load(packed, found, ranks.tp, ranks.device, _known(model))
+    return model, _ready(model, weights, max_positions)
+
+
+def random_model(model: Model, dtype: torch.dtype, ranks: Ranks, seed: int = 0) -> tuple[Model, Any]:
+    """*model* with weights drawn at random, as `load_model` gives it: for tests and benchmarks without a checkpoint."""
+    model.check_tp(model.config, ranks.tp.size)
+    model = evolve(model, dtype=_chosen(model, dtype, None))
+    tensors = random_tensors(model.specs(model.config), seed=seed)
+    return model, _ready(model, load_tensors(model.packed, tensors, ranks.tp, ranks.device, dtype), None)
+
+
+def kv_layout(model: Model, tp: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[KvLayout, ...]:
+    """What each layer keeps of a token on one of *tp* ranks; the cache is of the model's dtype unless told.
+
+    Raises InvalidSetting for a tp that can not share the heads.
+    """
+    return model.kv_layouts(model.config, tp, block_size, _known(model) if dtype is None else dtype)
+
+
+def weight_sizes(model: Model, tp: int, dtype: torch.dtype | None = None) -> WeightSizes:
+    """What the weights take, without reading any. Raises InvalidSetting for a tp that can not share the heads."""
+    model.check_tp(model.config, tp)
+    packed = model.packed
+    sizes = packed_bytes(packed, _known(model) if dtype is None else dtype, 0, tp)
+    return WeightSizes(num_parameters(packed), sum(sizes), max(sizes))
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of most numbers stored in *folder*; only the heads of its files are read. Raises CheckpointError."""
+    return _stored_dtype(open_checkpoint(folder))
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    count = dict.fromkeys(STORED_DTYPES, 0)
+    for stored in checkpoint.tensors.values():
+        if stored.dtype in count:
+            count[stored.dtype] += int(torch.Size(stored.shape).numel())
+    return STORED_DTYPES[max(count, key=lambda name: count[name])]
+
+
+def _chosen(model: Model, told: torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
+    dtype = told or model.dtype or (_stored_dtype(checkpoint) if checkpoint else torch.float32)
+    if dtype not in DTYPES.values():
+        raise InvalidSetting("dtype", f"{dtype}; supported are {', '.join(DTYPES)}")
+    return dtype
+
+
+def _known(model: Model) -> torch.dtype:
+    if model.dtype is None:
+        raise InvalidSetting("dtype", f"{model.name}: config.json names none, so it must be given")
+    return model.dtype
+
+
+def _ready(model: Model, packed: Any, max_positions: int | None) -> Any:
+    most = model.config.max_positions
+    if max_positions is not None and not 1 <= max_positions <= most:
+        raise InvalidSetting("max_model_len", f"{max_positions}; the model is made for 1 to {most} tokens")
+    return model.ready(model.config, packed, most if max_positions is None else max_positions)

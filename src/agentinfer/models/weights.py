@@ -1,0 +1,276 @@
+"""Weights: described once as a tree of Spec; loaded, cut over ranks, fused, sized and drawn at random from that tree.
+
+Knows shapes, names, cuts and dtypes. Must not know what a weight does in a model.
+
+A *tree* is an attrs record, a tuple, None or a leaf, nested; leaves are Spec, Fused or Tensor. A rank's part:
+
+=================================== ============================ ===========================================
+axis `cut` has U units (heads, ..)  rank r of n holds            where
+=================================== ============================ ===========================================
+n divides U                         units r*U/n .. (r+1)*U/n
+`share` and U divides n             unit r // (n/U)              KV heads: n/U neighbours hold the same one
+`pad`                               ceil(U/n) units, the last    vocabulary and feed-forward width: zeros
+                                    ones of the last ranks zero  never win and never add anything
+=================================== ============================ ===========================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, cast
+
+import attrs
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from agentinfer.errors import CheckpointError, InvalidSetting
+from agentinfer.models.checkpoint import Checkpoint, Stored, reader
+from agentinfer.ops.comm import Group
+
+_log = logging.getLogger(__name__)
+
+STORED_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COPY_BYTES = 64 << 20  # copied at once: bounds what a cast or a copy to a device takes on top
+
+
+@frozen
+class Spec:
+    """A weight before it exists."""
+
+    name: str
+    """Its key in the checkpoint, as the model knows it."""
+    shape: tuple[int, ...]
+    """All of it, as in the checkpoint."""
+    cut: int | None = None
+    """The axis that tensor parallelism cuts; None: every rank holds all of it."""
+    unit: int = 1
+    """Numbers along `cut` that stay together: a head."""
+    share: bool = False
+    pad: bool = False
+    dtype: torch.dtype | None = None
+    """None: the model's."""
+    kind: Literal["matrix", "norm", "bias"] = "matrix"
+    """What random test weights look like."""
+
+
+@frozen
+class Fused:
+    """Weights that are held as one tensor, one under the other along axis 0."""
+
+    parts: tuple[Spec, ...]
+
+
+@frozen
+class Part:
+    """What one rank holds of an axis: numbers start .. stop - 1 of the checkpoint, then zeros up to `length`."""
+
+    start: int
+    stop: int
+    length: int
+
+
+def part_of(spec: Spec, rank: int, size: int) -> Part:
+    """Which part of its cut axis rank *rank* of *size* holds. Raises InvalidSetting where they can not share it."""
+    if spec.cut is None:
+        raise ValueError(f"{spec.name} is not cut")
+    full = spec.shape[spec.cut]
+    units = full // spec.unit
+    if spec.share and units < size and size % units == 0:
+        start = rank // (size // units) * spec.unit
+        return Part(start, start + spec.unit, spec.unit)
+    if units % size and not spec.pad:
+        raise InvalidSetting("tp", f"{size} ranks can not share {units} units of {spec.name}")
+    length = -(-units // size) * spec.unit
+    start = min(rank * length, full)
+    return Part(start, min(start + length, full), length)
+
+
+def local_shape(spec: Spec, rank: int, size: int) -> tuple[int, ...]:
+    """The shape of that rank's part."""
+    if spec.cut is None:
+        return spec.shape
+    return (*spec.shape[: spec.cut], part_of(spec, rank, size).length, *spec.shape[spec.cut + 1 :])
+
+
+def fused_shape(fused: Fused, rank: int, size: int) -> tuple[int, ...]:
+    """The shape of that rank's part of all of *fused*."""
+    shapes = [local_shape(spec, rank, size) for spec in fused.parts]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def tree_map(f: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with *f* of every leaf."""
+    if tree is None:
+        return None
+    if isinstance(tree, tuple):
+        return tuple(tree_map(f, x) for x in cast("tuple[Any, ...]", tree))
+    kind = cast("type[Any]", type(tree))
+    if attrs.has(kind) and not isinstance(tree, Spec | Fused):
+        return kind(*(tree_map(f, getattr(tree, field.name)) for field in attrs.fields(kind)))
+    return f(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Every leaf, in order."""
+    found: list[Any] = []
+    tree_map(found.append, tree)
+    return found
+
+
+def num_parameters(specs: Any) -> int:
+    """Numbers in the whole model. *specs*: a tree of Spec or Fused."""
+    return sum(int(np.prod(spec.shape)) for spec in _each(specs))
+
+
+def packed_bytes(packed: Any, dtype: torch.dtype, rank: int, size: int) -> tuple[int, ...]:
+    """Bytes of each leaf of *packed* (a tree of Fused) on that rank, padding and shared heads included."""
+
+    def one(fused: Fused) -> int:
+        numbers = int(np.prod(fused_shape(fused, rank, size)))
+        return numbers * (fused.parts[0].dtype or dtype).itemsize
+
+    return tuple(one(fused) for fused in tree_leaves(packed))
+
+
+def _each(tree: Any) -> Iterator[Spec]:
+    for leaf in tree_leaves(tree):
+        yield from leaf.parts if isinstance(leaf, Fused) else (leaf,)
+
+
+def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None]) -> dict[str, Stored]:
+    """The stored tensor of each Spec of the tree *specs*, by name.
+
+    *rename*: a key of the checkpoint -> the model's name for it, None where it is known to be of no use.
+    Raises CheckpointError that lists all that is missing, unexpected, of a wrong shape or dtype.
+    """
+    wanted = {spec.name: spec for spec in _each(specs)}
+    found: dict[str, Stored] = {}
+    faults: list[str] = []
+    unused: list[str] = []
+    for key, stored in checkpoint.tensors.items():
+        name = rename(key)
+        if name is None:
+            unused.append(key)
+        elif name in found:
+            faults.append(f"both {found[name].key} and {key} hold {name}")
+        elif name in wanted:
+            found[name] = stored
+        else:
+            faults.append(f"unexpected: {key} in {stored.file.name}")
+    if unused:
+        _log.info("%s: %d tensors are knowingly not used, %s among them", checkpoint.folder, len(unused), unused[0])
+    faults += [f"missing: {name}" for name in wanted if name not in found]
+    for name, stored in found.items():
+        if stored.shape != wanted[name].shape:
+            faults.append(
+                f"{stored.file.name}: {stored.key} has shape {stored.shape}, the model wants {wanted[name].shape}"
+            )
+        if stored.dtype not in STORED_DTYPES:
+            why = " without its scales" if stored.dtype.startswith("F8") else ""
+            good = ", ".join(STORED_DTYPES)
+            faults.append(f"{stored.file.name}: {stored.key} is of {stored.dtype}{why}; weights must be {good}")
+    if faults:
+        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit config.json: {'; '.join(faults)}")
+    return found
+
+
+def load(packed: Any, found: Mapping[str, Stored], tp: Group, device: torch.device, dtype: torch.dtype) -> Any:
+    """Read this rank's part of every weight of *packed* (a tree of Fused), as a tree of Tensor on *device*.
+
+    Reads only what this rank holds. On top of the weights themselves never more than one fused group is in memory.
+    Raises CheckpointError naming file and key for numbers that are not finite, in the file or once cast.
+    """
+
+    def one(fused: Fused) -> Tensor:
+        with reader() as read:
+
+            def from_file(spec: Spec, axis: int, start: int, stop: int) -> Tensor:
+                return read(found[spec.name], axis, start, stop)
+
+            return fill(
+                fused, from_file, tp, device, dtype, lambda spec: f"{found[spec.name].file}: {found[spec.name].key}"
+            )
+
+    return tree_map(one, packed)
+
+
+def load_tensors(
+    packed: Any, tensors: Mapping[str, Tensor], tp: Group, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """As `load`, from *tensors* by name. One that already has this rank's shape is taken whole, never cut again."""
+
+    def from_memory(spec: Spec, axis: int, start: int, stop: int) -> Tensor:
+        x = tensors[spec.name]
+        if tuple(x.shape) == spec.shape:
+            return x.narrow(axis, start, stop - start)
+        if tuple(x.shape) == local_shape(spec, tp.rank, tp.size):
+            return x.narrow(axis, 0, stop - start)
+        raise CheckpointError(f"{spec.name} has shape {tuple(x.shape)}, the model wants {spec.shape}")
+
+    return tree_map(lambda fused: fill(fused, from_memory, tp, device, dtype, lambda spec: spec.name), packed)
+
+
+Read = Callable[[Spec, int, int, int], Tensor]
+"""(weight, axis, start, stop) -> that part of the whole weight."""
+
+
+def fill(
+    fused: Fused, read: Read, tp: Group, device: torch.device, dtype: torch.dtype, label: Callable[[Spec], str]
+) -> Tensor:
+    """One fused tensor of this rank. It starts as NaN, so a hole would show; *label* names a weight in an error."""
+    out = torch.full(
+        fused_shape(fused, tp.rank, tp.size), torch.nan, dtype=fused.parts[0].dtype or dtype, device=device
+    )
+    row = 0
+    places: list[tuple[Spec, Tensor]] = []
+    for spec in fused.parts:
+        rows = local_shape(spec, tp.rank, tp.size)[0]
+        place = out.narrow(0, row, rows)
+        _fill_part(place, spec, read, tp)
+        places.append((spec, place))
+        row += rows
+    if not _finite(out):
+        bad = [label(spec) for spec, place in places if not _finite(place)]
+        raise CheckpointError(f"{'; '.join(bad)}: holds NaN or infinity, or numbers too large for {out.dtype}")
+    return out
+
+
+def _fill_part(place: Tensor, spec: Spec, read: Read, tp: Group) -> None:
+    axis = spec.cut or 0
+    full = spec.shape[axis]
+    part = Part(0, full, full) if spec.cut is None else part_of(spec, tp.rank, tp.size)
+    held = part.stop - part.start
+    if held:
+        source = read(spec, axis, part.start, part.stop)
+        target = place.narrow(axis, 0, held)
+        step = max(1, _COPY_BYTES // max(1, source[:1].numel() * source.element_size()))
+        for at in range(0, len(source), step):
+            target[at : at + step].copy_(source[at : at + step])
+    if held < part.length:
+        place.narrow(axis, held, part.length - held).zero_()
+
+
+def _finite(x: Tensor) -> bool:
+    low, high = torch.aminmax(x)  # both are NaN where any number is: no mask of x's size is made
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def random_tensors(specs: Any, std: float = 0.15, seed: int = 0) -> dict[str, Tensor]:
+    """Whole float32 test weights of the tree *specs*, by name; each depends on its own name and *seed* alone.
+
+    Matrices std * randn, norms 1 + 0.2 randn, biases 0.1 randn: large enough that any fault of a model shows.
+    """
+
+    def one(spec: Spec) -> Tensor:
+        key = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
+        draw = np.random.Generator(np.random.Philox(int.from_bytes(key, "little"))).standard_normal(
+            spec.shape, np.float32
+        )
+        x = torch.as_tensor(draw)
+        return {"matrix": x * std, "norm": 1 + 0.2 * x, "bias": 0.1 * x}[spec.kind]
+
+    return {spec.name: one(spec) for spec in _each(specs)}
