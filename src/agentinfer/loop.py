@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from attrs import define, evolve, field, frozen
 
+from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, InvalidRequest
 from agentinfer.state.admit import validate
 from agentinfer.state.commit import commit, flush
@@ -15,11 +17,12 @@ from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Land
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.plan import Output
+from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
 from agentinfer.steps import Device, Flight, Machine, land, launch
-from agentinfer.text import Text, decode, encode, feed, flush_text, new_decoder
+from agentinfer.text import Text, decode, encode, eos_union, feed, flush_text, load_text, new_decoder
 
 Note = Callable[[Event, EngineState], None]
 """Told of each event and the state after it: a trace is what it was told."""
@@ -143,6 +146,19 @@ class Engine:
         state = fold(self.world.state, (event,))
         self.world = evolve(self.world, state=state)
         self.note(event, state)
+
+
+def open_engine(
+    folder: str | Path, settings: Settings | None = None, policy: Policy | None = None, note: Note = silent
+) -> Engine:
+    """An engine for the model in *folder*. *policy*: a function of yours instead of the named one.
+
+    Raises CheckpointError for what is wrong with the folder, InvalidSetting for what is wrong with the settings.
+    """
+    folder = Path(folder)
+    text = load_text(folder)
+    machine, device = build(folder, Settings() if settings is None else settings, eos_union((), text), policy)
+    return start(machine, device, text, note)
 
 
 def start(machine: Machine, device: Device, text: Text | None = None, note: Note = silent) -> Engine:
