@@ -1,4 +1,4 @@
-"""Drives a model's forward by hand: naive block tables over poisoned KV, no scheduler. Also checks metrics against a reference."""
+"""Drives a model's forward by hand: naive block tables over poisoned KV, no scheduler."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from models import drive, tiny
-from models.tiny import LENGTH, OTHERS, TOKENS
 from torch import Tensor
 
 from agentinfer.models import dense
 from agentinfer.ops.custom import opaque_ops
+from models import drive, tiny
+from models.tiny import LENGTH, OTHERS, TOKENS
 
 CLOSE = 1e-4
 

@@ -93,7 +93,7 @@ def make(name: str, root: Path) -> Tiny:
     family, change = CASES[name]
     if "text" in change:
         text = {**BASE, **change["text"]}
-        ids = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+        ids = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
         config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=dict(change["vision"]), **ids)
         kind = getattr(transformers, f"{family}ForConditionalGeneration")
     else:

@@ -34,15 +34,20 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int
 class Batch:
     """Rows with shuffled physical blocks with gaps between, in a pool that is NaN wherever no key was written."""
 
-    def __init__(self, context: list[int], count: list[int], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self, context: list[int], count: list[int], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
         gen = torch.Generator().manual_seed(seed)
         self.context, self.count = context, count
         need = [-(-c // block_size) for c in context]
-        kv = kvs.allocate([kvs.gqa(block_size, H, D, dtype)], 2 * sum(need) + 3, len(context), max(need) + 1, CPU, math.nan)
+        kv = kvs.allocate(
+            [kvs.gqa(block_size, H, D, dtype)], 2 * sum(need) + 3, len(context), max(need) + 1, CPU, math.nan
+        )
         ids = (torch.randperm(2 * sum(need) + 3, generator=gen) + 1).tolist()
         self.blocks = [[ids.pop() for _ in range(n)] for n in need]
         self.q, self.k, self.v = (
-            [torch.randn(c, heads, D, generator=gen).to(dtype) for c in lengths] for lengths, heads in ((count, N), (context, H), (context, H))
+            [torch.randn(c, heads, D, generator=gen).to(dtype) for c in lengths]
+            for lengths, heads in ((count, N), (context, H), (context, H))
         )
         rows = [[1] * c for c in count]
         self.x, self.kv = by_hand(kv, rows, [a - b for a, b in zip(context, count, strict=True)], self.blocks)
@@ -61,7 +66,8 @@ class Batch:
 @pytest.mark.parametrize("window", [None, 1, 3, 64])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 def test_a_ragged_mix_equals_dense_attention(block_size: int, window: int | None) -> None:
-    """KV-12: fresh prompts, a chunk over cached keys, decode rows and a row of 300 keys, at every block size and window, within 1e-5."""
+    """KV-12: fresh prompts, a chunk over cached keys, decode rows and a row of 300 keys, at every block size and
+    window, within 1e-5."""
     batch = Batch(*MIXED, block_size)
     torch.testing.assert_close(batch.run(window).double(), batch.want(window), rtol=1e-5, atol=1e-5)
 
@@ -85,12 +91,13 @@ def test_decode_rows_equal_dense_attention(context: list[int], window: int | Non
 
 
 def test_a_wide_spread_of_lengths_is_not_padded_to_the_longest() -> None:
-    """Decode rows are cut into batches whose gathered keys stay within about twice the real ones, and none exceeds the bound."""
+    """Decode rows are cut into batches whose gathered keys stay within about twice the real ones, and none exceeds the
+    bound."""
     batch = Batch([4000, *range(1, 30)], [1] * 30, 16)
     index = attention.index_of(batch.x, 16, None, torch.float32)
     assert len(index.decode) > 1
     assert sum(len(rows.slots) for rows in index.decode) <= 2 * sum(batch.context)
-    batches = attention._batches(list(range(300)), [2000] * 300)  # noqa: SLF001
+    batches = attention._batches(list(range(300)), [2000] * 300)
     assert sorted(row for rows in batches for row in rows) == list(range(300))
     assert all(len(rows) * 2048 <= attention.MOST_KEYS for rows in batches)
 
@@ -100,7 +107,9 @@ def test_the_order_of_rows_does_not_matter() -> None:
     batch = Batch(*MIXED, 4)
     order = [3, 0, 4, 2, 1]
     starts = [c - n for c, n in zip(batch.context, batch.count, strict=True)]
-    x, kv = by_hand(batch.kv, [[1] * batch.count[i] for i in order], [starts[i] for i in order], [batch.blocks[i] for i in order])
+    x, kv = by_hand(
+        batch.kv, [[1] * batch.count[i] for i in order], [starts[i] for i in order], [batch.blocks[i] for i in order]
+    )
     out = attention.paged_attention(torch.cat([batch.q[i] for i in order]), kv.layers[0], x, 0.3, None)
     rows = batch.run().split(batch.count)
     torch.testing.assert_close(out, torch.cat([rows[i] for i in order]), rtol=1e-6, atol=1e-6)
@@ -121,18 +130,25 @@ def test_unused_table_entries_have_no_effect(garbage: int) -> None:
 
 def with_table(x: Inputs, table: Tensor) -> Inputs:
     return Inputs(
-        x.ids, x.positions, x.slots, x.rows, x.cu_seqlens_q, x.context, table, x.max_query, x.max_context, x.samples, x.last_rows, x.last_samples, x.host
-    )  # fmt: skip
+        x.ids, x.positions, x.slots, x.rows, x.cu_seqlens_q, x.context, table, x.max_query, x.max_context, x.samples,
+        x.last_rows, x.last_samples, x.host )  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [1, 1], [3, 1]])
 def test_padding_rows_stay_finite_over_a_sink_of_nan(counts: list[int]) -> None:
-    """GRF-02: rows of padding (row 0, block 0, which holds NaN) give zeros; the real rows are what they are without them."""
+    """GRF-02: rows of padding (row 0, block 0, which holds NaN) give zeros; the real rows are what they are without
+    them."""
     batch = Batch([5, 3], counts, 4)
     want = batch.run()
     starts = [c - n for c, n in zip(batch.context, counts, strict=True)]
     pad = [[1], [1], [1, 1]]
-    x, kv = by_hand(batch.kv, [*([1] * n for n in counts), *pad], [*starts, 0, 0, 0], [*batch.blocks, [0], [0], [0]], rows=[1, 2, 0, 0, 0])
+    x, kv = by_hand(
+        batch.kv,
+        [*([1] * n for n in counts), *pad],
+        [*starts, 0, 0, 0],
+        [*batch.blocks, [0], [0], [0]],
+        rows=[1, 2, 0, 0, 0],
+    )
     assert kv.layers[0].k[0].isnan().all()
     q = torch.cat((*batch.q, torch.randn(4, N, D)))
     out = attention.paged_attention(q, kv.layers[0], x, 0.3, None)
@@ -149,7 +165,9 @@ def test_rows_of_no_query_and_no_context_are_skipped() -> None:
         table[row, : len(blocks)] = torch.tensor(blocks)
     index = attention.attention_index(table, lengths, 4, None, torch.float32)
     layer = batch.kv.layers[0]
-    out = attention.attend_index(torch.cat((*batch.q, torch.randn(1, N, D))), layer.k, attention.values_of(layer), index, 0.3)
+    out = attention.attend_index(
+        torch.cat((*batch.q, torch.randn(1, N, D))), layer.k, attention.values_of(layer), index, 0.3
+    )
     torch.testing.assert_close(out[:3], batch.run(), rtol=1e-6, atol=1e-6)
     assert not out[3].any()
 

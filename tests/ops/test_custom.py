@@ -30,7 +30,7 @@ def test_opcheck_of_the_norms_and_the_activation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rope_dim", [8, 6])
-def test_opcheck_of_rope(interleaved: bool, rope_dim: int) -> None:  # noqa: FBT001
+def test_opcheck_of_rope(interleaved: bool, rope_dim: int) -> None:
     """So are those of rope, whole and partial, on views of packed heads."""
     packed = torch.randn(5, 6, 8)
     table = cos_sin(RopeSpec(1e4, rope_dim), 16)
@@ -68,7 +68,8 @@ def test_padding_is_seen_by_the_sink_block() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_as_operators(size: int) -> None:
-    """A group made opaque gives what the group gives, and its operators pass opcheck; of one rank it is the group itself."""
+    """A group made opaque gives what the group gives, and its operators pass opcheck; of one rank it is the group
+    itself."""
     if size == 1:
         group = alone().tp
         assert custom.opaque(group, "test_one") is group

@@ -23,8 +23,8 @@ def pool(block_size: int = 4, step: int = -1) -> KvCache:
     return kvs.holding(kvs.allocate([kvs.gqa(block_size, 1, 2, torch.float32)], 40, ROWS, COLUMNS, CPU), step)
 
 
-def a_plan(rows, start, count, slots, inputs, samples, sample_rows, tables, base=-1, copies=()) -> Plan:  # noqa: ANN001
-    def i32(x) -> np.ndarray:  # noqa: ANN001
+def a_plan(rows, start, count, slots, inputs, samples, sample_rows, tables, base=-1, copies=()) -> Plan:
+    def i32(x) -> np.ndarray:
         return np.array(x, np.int32)
 
     return Plan(
@@ -47,7 +47,7 @@ def a_plan(rows, start, count, slots, inputs, samples, sample_rows, tables, base
 
 
 @st.composite
-def programs(draw: st.DrawFn):  # noqa: ANN201
+def programs(draw: st.DrawFn):
     """A block size and rows of (row, start, count, blocks, tokens with -1 for those in flight, how many samples)."""
     size = draw(st.sampled_from([1, 2, 4]))
     places = draw(st.lists(st.integers(1, ROWS), min_size=1, max_size=ROWS, unique=True))
@@ -66,8 +66,9 @@ def programs(draw: st.DrawFn):  # noqa: ANN201
 
 @settings(max_examples=60, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
-def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:  # noqa: ANN001
-    """Ids, positions, slots, tables, samples and the last tokens equal those of a naive loop, whatever the rows and table deltas."""
+def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:
+    """Ids, positions, slots, tables, samples and the last tokens equal those of a naive loop, whatever the rows and
+    table deltas."""
     size, rows = program
     ids, positions, slots, samples, owners, tables = [], [], [], [], [], []
     last = torch.arange(100, 101 + ROWS)
@@ -82,7 +83,16 @@ def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:  #
         cut = random.randint(0, len(blocks))
         tables += [(row, 0, (39,) * cut), (row, cut, tuple(blocks[cut:])), (row, 0, tuple(blocks[:cut]))]
     flat_inputs = [t for row in rows for t in row[4]]
-    plan = a_plan([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows], slots, flat_inputs, samples, owners, tuple(tables))
+    plan = a_plan(
+        [r[0] for r in rows],
+        [r[1] for r in rows],
+        [r[2] for r in rows],
+        slots,
+        flat_inputs,
+        samples,
+        owners,
+        tuple(tables),
+    )
     x, kv = stage(plan, pool(size), last)
     assert x.ids.tolist() == ids
     assert x.positions.tolist() == positions
@@ -95,7 +105,13 @@ def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:  #
     for i, (row, _, _, blocks, _, _) in enumerate(rows):
         assert kv.table[row, : len(blocks)].tolist() == blocks
         assert x.table[i, : len(blocks)].tolist() == blocks
-    for tensor, dtype in ((x.ids, torch.int64), (x.slots, torch.int64), (x.table, torch.int32), (x.cu_seqlens_q, torch.int32), (x.rows, torch.int64)):
+    for tensor, dtype in (
+        (x.ids, torch.int64),
+        (x.slots, torch.int64),
+        (x.table, torch.int32),
+        (x.cu_seqlens_q, torch.int32),
+        (x.rows, torch.int64),
+    ):
         assert tensor.dtype == dtype
     assert kv.step == 7
     tokens = torch.arange(len(samples)) + 1000
@@ -106,12 +122,13 @@ def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:  #
     assert after.tolist() == want
 
 
-def decode(base: int, tables=(), copies=()) -> Plan:  # noqa: ANN001
+def decode(base: int, tables=(), copies=()) -> Plan:
     return a_plan([1], [4], [1], [8], [-1], [0], [0], tables, base, copies)
 
 
 def test_a_plan_that_extends_other_tables_is_refused() -> None:
-    """A plan whose base is not the step that the device holds raises StaleHandle and leaves the handle live; a complete one never does."""
+    """A plan whose base is not the step that the device holds raises StaleHandle and leaves the handle live; a complete
+    one never does."""
     kv = pool(step=3)
     last = torch.zeros(ROWS + 1, dtype=torch.int64)
     with pytest.raises(StaleHandle, match="tables of step 2, the device holds those of step 3"):
@@ -194,4 +211,9 @@ def test_memo_computes_once_for_an_owner() -> None:
         made.append(1)
         return len(made)
 
-    assert [memo.once("a", one, make), memo.once("a", one, make), memo.once("b", one, make), memo.once("a", two, make)] == [1, 1, 2, 3]
+    assert [
+        memo.once("a", one, make),
+        memo.once("a", one, make),
+        memo.once("b", one, make),
+        memo.once("a", two, make),
+    ] == [1, 1, 2, 3]

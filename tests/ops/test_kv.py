@@ -103,9 +103,13 @@ def test_the_budget_rule(free: float, bytes_per_block: int, blocks: int) -> None
     """GRF-05: (free - reserve) * utilization // bytes a block."""
     fit = kvs.num_blocks_that_fit(free=int(free * GIB), reserve=0, utilization=0.9, bytes_per_block=bytes_per_block)
     assert fit == blocks
-    capped = kvs.num_blocks_that_fit(free=int(free * GIB), reserve=0, utilization=0.9, bytes_per_block=bytes_per_block, most=100)
+    capped = kvs.num_blocks_that_fit(
+        free=int(free * GIB), reserve=0, utilization=0.9, bytes_per_block=bytes_per_block, most=100
+    )
     assert capped == 100
-    reserved = kvs.num_blocks_that_fit(free=int(free * GIB) + 2 * GIB, reserve=2 * GIB, utilization=0.9, bytes_per_block=bytes_per_block)
+    reserved = kvs.num_blocks_that_fit(
+        free=int(free * GIB) + 2 * GIB, reserve=2 * GIB, utilization=0.9, bytes_per_block=bytes_per_block
+    )
     assert reserved == blocks
 
 
@@ -114,4 +118,6 @@ def test_too_few_blocks_are_an_error_with_the_numbers(free: int, need: int) -> N
     """Less than one block, or than one request of max_model_len, is refused."""
     with pytest.raises(InvalidSetting, match=rf"100 bytes.*needs {need}.*max_model_len"):
         kvs.num_blocks_that_fit(free=free, reserve=0, utilization=1.0, bytes_per_block=100, blocks_per_request=need)
-    assert kvs.num_blocks_that_fit(free=1100, reserve=0, utilization=1.0, bytes_per_block=100, blocks_per_request=11) == 11
+    assert (
+        kvs.num_blocks_that_fit(free=1100, reserve=0, utilization=1.0, bytes_per_block=100, blocks_per_request=11) == 11
+    )

@@ -47,7 +47,9 @@ def test_rms_norm_takes_any_strides() -> None:
 def test_eps_is_inside_the_root() -> None:
     """A row of zeros gives zeros, and a small row is held down by eps."""
     assert not norm.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-6).any()
-    torch.testing.assert_close(norm.rms_norm(torch.full((1, 4), 1e-3), torch.ones(4), 1e-6), torch.full((1, 4), 0.5**0.5))
+    torch.testing.assert_close(
+        norm.rms_norm(torch.full((1, 4), 1e-3), torch.ones(4), 1e-6), torch.full((1, 4), 0.5**0.5)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,7 +92,8 @@ def test_row_parallel_adds_the_bias_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_vocabulary_parallel_embedding_and_head(size: int) -> None:
-    """A vocabulary of 7 padded to the ranks embeds as the whole table does, and no padding row ever shows in the logits."""
+    """A vocabulary of 7 padded to the ranks embeds as the whole table does, and no padding row ever shows in the
+    logits."""
     table = torch.randn(7, 4)
     width = -(-7 // size)
     padded = torch.cat((table, torch.full((width * size - 7, 4), 1e4)))

@@ -21,7 +21,11 @@ from agentinfer.ops.rope import RopeSpec, cos_sin
 GROUP = alone().tp
 SHAPE = HeadShape(6, 2, 8)
 TABLE = cos_sin(RopeSpec(1e4, 8), 64)
-MAKERS: list[Callable[[], Ops]] = [provide.reference, lambda: provide.composed("composed", provide.reference().primitives), opaque_ops]
+MAKERS: list[Callable[[], Ops]] = [
+    provide.reference,
+    lambda: provide.composed("composed", provide.reference().primitives),
+    opaque_ops,
+]
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -46,7 +50,9 @@ def step(starts: list[int], counts: list[int]) -> tuple[Inputs, LayerKv]:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("starts", "counts"), [([0, 0, 0], [5, 1, 3]), ([6, 3, 0], [1, 1, 1]), ([6, 4, 0], [1, 5, 2])])
-def test_every_maker_attends_alike(maker: Callable[[], Ops], window: int | None, normed: bool, starts: list[int], counts: list[int]) -> None:  # noqa: FBT001
+def test_every_maker_attends_alike(
+    maker: Callable[[], Ops], window: int | None, normed: bool, starts: list[int], counts: list[int]
+) -> None:
     """attend of the reference and of compositions gives the same output and writes the same KV, for any mix of rows."""
     qkv = rand(sum(counts), 10 * 8)
     weights = (1 + 0.2 * rand(8, seed=1), 1 + 0.2 * rand(8, seed=2)) if normed else (None, None)
@@ -69,7 +75,7 @@ def test_paged_equals_projected() -> None:
     qkv = rand(7, 80)
     out = provide.reference().attend(qkv, layer, x, SHAPE, TABLE, None, None, 1e-6, 0.35, None)
     q, k, v = provide.split_heads(qkv, SHAPE)
-    q, k = provide.reference().primitives.rotary_embedding(torch.arange(7), q, k, TABLE, False)  # noqa: FBT003
+    q, k = provide.reference().primitives.rotary_embedding(torch.arange(7), q, k, TABLE, False)
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)))
     want = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=0.35)[0]
     torch.testing.assert_close(out, want.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
@@ -85,7 +91,7 @@ def test_one_norm_weight_without_the_other_is_refused(maker: Callable[[], Ops]) 
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_the_plain_formula(maker: Callable[[], Ops], bias: bool) -> None:  # noqa: FBT001
+def test_a_layer_is_the_plain_formula(maker: Callable[[], Ops], bias: bool) -> None:
     """Residual, norms, projections and the sampled head equal the formulas of a pre-norm transformer written out."""
     ops = maker()
     embedding, qkv_w, out_w = rand(11, 16), rand(80, 16, seed=1), rand(16, 48, seed=2)
@@ -130,7 +136,9 @@ def test_two_additions_in_a_row_are_both_kept() -> None:
 def test_the_stream_survives_a_step_without_samples() -> None:
     """norm_head of no position gives logits of no row."""
     stream = Stream(rand(3, 4), rand(3, 4, seed=1))
-    logits = provide.reference().norm_head(stream, torch.empty(0, dtype=torch.int64), torch.ones(4), rand(7, 4), 1e-6, GROUP, 7)
+    logits = provide.reference().norm_head(
+        stream, torch.empty(0, dtype=torch.int64), torch.ones(4), rand(7, 4), 1e-6, GROUP, 7
+    )
     assert logits.shape == (0, 7)
 
 
@@ -140,7 +148,9 @@ def test_cut_over_two_ranks_a_layer_gives_the_same() -> None:
 
     def work(group: Group) -> Tensor:
         part = slice(4 * group.rank, 4 * group.rank + 4)
-        stream = provide.reference().down_add(x[:, part].contiguous(), w[:, part].contiguous(), b, Stream(torch.zeros(3, 4), None), group)
+        stream = provide.reference().down_add(
+            x[:, part].contiguous(), w[:, part].contiguous(), b, Stream(torch.zeros(3, 4), None), group
+        )
         assert stream.pending_TD is not None
         return stream.pending_TD
 

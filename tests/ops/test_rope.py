@@ -20,8 +20,8 @@ YARN_FREQUENCIES = [
     0.1333521432163324, 0.1, 0.07498942093324558, 0.056234132519034905, 0.03900692656714386, 0.026879360111431223, 0.018378146218877827,
     0.01244795587027246, 0.008334508951020777, 0.0055, 0.0035619974943291656, 0.002249365300761396, 0.0013705136361428923,
     0.0007905694150420947, 0.0004149903984907897, 0.0001778279410038922, 3.33380358040831e-05, 2.5e-05, 1.8747355233311396e-05,
-    1.4058533129758728e-05, 1.0542412585714557e-05, 7.90569415042095e-06, 5.9284342641541385e-06, 4.445698525097307e-06, 3.33380358040831e-06,
-]  # fmt: skip
+    1.4058533129758728e-05, 1.0542412585714557e-05, 7.90569415042095e-06, 5.9284342641541385e-06, 4.445698525097307e-06,
+    3.33380358040831e-06, ]  # fmt: skip
 
 
 def test_yarn_of_deepseek_v2_lite() -> None:
@@ -48,7 +48,8 @@ def test_the_two_mscale_rules(mscale: float, all_dim: float, magnitude: float, s
 
 
 def test_plain_yarn_and_explicit_factor() -> None:
-    """Factor 4 without mscales multiplies cos and sin by 1.138629436; an explicit attention factor wins; the softmax scale stays."""
+    """Factor 4 without mscales multiplies cos and sin by 1.138629436; an explicit attention factor wins; the softmax
+    scale stays."""
     spec = RopeSpec(1e6, 128, "yarn", factor=4, original_max_position=32768)
     assert math.isclose(rope.magnitude(spec), 1.138629436, rel_tol=1e-9)
     assert rope.latent_softmax_scale(spec, 192) == 192**-0.5
@@ -77,7 +78,13 @@ def test_default_frequencies() -> None:
         (RopeSpec(1e6, 32, "linear", factor=4), {"rope_type": "linear", "factor": 4.0}),
         (
             RopeSpec(5e5, 32, "llama3", factor=8, original_max_position=128, low_freq_factor=1, high_freq_factor=4),
-            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
         ),
         (
             RopeSpec(1e6, 32, "yarn", factor=4, original_max_position=128),
@@ -85,11 +92,24 @@ def test_default_frequencies() -> None:
         ),
         (
             RopeSpec(1e4, 32, "yarn", factor=8, original_max_position=64, beta_fast=16, beta_slow=2, truncate=False),
-            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            },
         ),
         (
             RopeSpec(1e4, 32, "yarn", factor=8, original_max_position=64, mscale=1, mscale_all_dim=0.707),
-            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.707},
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.707,
+            },
         ),
     ],
     ids=["default", "linear", "llama3", "yarn", "yarn-untruncated", "yarn-mscale"],
@@ -126,9 +146,11 @@ def turn(x: list[float], position: int, theta: float, *, interleaved: bool) -> t
         (1e4, True, [-1.27223251272018, -1.8388649851410237, 2.87866810043698, 4.088186635603437]),
     ],
 )
-def test_both_pair_styles(theta: float, interleaved: bool, want: list[float]) -> None:  # noqa: FBT001
+def test_both_pair_styles(theta: float, interleaved: bool, want: list[float]) -> None:
     """NUM-03: half-split pairs and neighbours each give their own known rotation."""
-    torch.testing.assert_close(turn([1, 2, 3, 4], 3, theta, interleaved=interleaved), torch.tensor(want), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        turn([1, 2, 3, 4], 3, theta, interleaved=interleaved), torch.tensor(want), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_dot_products_depend_on_the_style() -> None:
@@ -141,22 +163,27 @@ def test_dot_products_depend_on_the_style() -> None:
     assert math.isclose(dot(q, k, interleaved=False), -2.1562225874595407, rel_tol=1e-5)
     assert math.isclose(dot(q, k, interleaved=True), 13.092364883060048, rel_tol=1e-5)
     order = [0, 2, 1, 3]
-    assert math.isclose(dot([q[i] for i in order], [k[i] for i in order], interleaved=False), 13.092364883060048, rel_tol=1e-5)
+    assert math.isclose(
+        dot([q[i] for i in order], [k[i] for i in order], interleaved=False), 13.092364883060048, rel_tol=1e-5
+    )
 
 
 def test_norm_a_head_then_rope() -> None:
     """NUM-05: q/k norm acts on each head by itself, before rope."""
     heads = torch.tensor([[[1.0, 2, 3, 4], [4, 0, 0, 0]]])
     normed = rms_norm(heads, torch.tensor([1, 1, 2, 0.5]), 1e-6)
-    want = [[0.3651483473268884, 0.7302966946537768, 2.1908900839613303, 0.7302966946537768], [1.999999750000047, 0, 0, 0]]
+    want = [
+        [0.3651483473268884, 0.7302966946537768, 2.1908900839613303, 0.7302966946537768],
+        [1.999999750000047, 0, 0, 0],
+    ]
     torch.testing.assert_close(normed[0], torch.tensor(want), rtol=1e-6, atol=1e-7)
-    turned, _ = rope.rotary_embedding(torch.tensor([3]), normed, normed, rope.cos_sin(RopeSpec(1e6, 4), 4), False)  # noqa: FBT003
+    turned, _ = rope.rotary_embedding(torch.tensor([3]), normed, normed, rope.cos_sin(RopeSpec(1e6, 4), 4), False)
     want = [-0.6706725503065789, 0.7281025215234879, -2.117435006280219, 0.7324842951187432]
     torch.testing.assert_close(turned[0, 0], torch.tensor(want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_partial_rotation_strides_and_bf16(interleaved: bool) -> None:  # noqa: FBT001
+def test_partial_rotation_strides_and_bf16(interleaved: bool) -> None:
     """Only the first rope-dim numbers turn, of views too; bf16 is the float32 result rounded once."""
     table = rope.cos_sin(RopeSpec(1e4, 8), 64)
     positions = torch.tensor([0, 63, 7])

@@ -75,7 +75,16 @@ def test_temperature_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.39, [0]), (0.41, [0, 1]), (0.64, [0, 1]), (0.66, [0, 1, 2]), (0.70, [0, 1, 2]), (1.0, [0, 1, 2, 3, 4, 5]), (1e-9, [0])]
+    ("top_p", "kept"),
+    [
+        (0.39, [0]),
+        (0.41, [0, 1]),
+        (0.64, [0, 1]),
+        (0.66, [0, 1, 2]),
+        (0.70, [0, 1, 2]),
+        (1.0, [0, 1, 2, 3, 4, 5]),
+        (1e-9, [0]),
+    ],
 )
 def test_top_p_is_the_smallest_set_that_reaches_p(top_p: float, kept: list[int]) -> None:
     """SMP-03: never the largest set under p, never an empty one; 1 filters nothing."""
@@ -119,7 +128,11 @@ def naive(logits: npt.NDArray[np.float32], t: float, k: int, p: float, least: fl
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.one_of(st.integers(-6, 6).map(float), st.floats(-30, 30, width=32), st.just(-math.inf)), min_size=1, max_size=40),
+    st.lists(
+        st.one_of(st.integers(-6, 6).map(float), st.floats(-30, 30, width=32), st.just(-math.inf)),
+        min_size=1,
+        max_size=40,
+    ),
     st.sampled_from([0.25, 1.0, 3.0]),
     st.integers(-1, 41),
     st.sampled_from([1.0, 0.99, 0.87, 0.5, 0.11, 1e-6]),
@@ -144,7 +157,11 @@ def test_the_filters_equal_their_definition(values: list[float], t: float, k: in
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], want: tuple[int, ...]) -> None:
@@ -154,7 +171,8 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
 
 
 def test_the_noise_is_fixed_for_good() -> None:
-    """Noise is -log(-log((k + 1/2) 2^-23)) of the 23 high bits of lane id % 4 at counter (id // 4, index); the seed's halves are the key."""
+    """Noise is -log(-log((k + 1/2) 2^-23)) of the 23 high bits of lane id % 4 at counter (id // 4, index); the seed's
+    halves are the key."""
     want = []
     for token in (0, 1, 2, 3, 4, 9, 70_000):
         words = [np.array([x], np.uint64) for x in (token // 4, 5, 0, 0)]
@@ -182,7 +200,9 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_asked() -> None:
 def test_seeds_of_64_bits_and_every_index_differ() -> None:
     """Seeds that differ in a high bit only, and neighbouring indices, give other noise."""
     ids = np.arange(64)
-    noises = [sampling.gumbel(seed, index, ids) for seed, index in ((1, 0), (1 + 2**32, 0), (1 + 2**62, 0), (1, 1), (0, 1))]
+    noises = [
+        sampling.gumbel(seed, index, ids) for seed, index in ((1, 0), (1 + 2**32, 0), (1 + 2**62, 0), (1, 1), (0, 1))
+    ]
     assert all(not np.array_equal(a, b) for i, a in enumerate(noises) for b in noises[:i])
 
 
@@ -216,7 +236,14 @@ def test_samples_follow_the_distribution(settings_: dict[str, Any]) -> None:
 def test_a_row_is_independent_of_its_batch_and_place() -> None:
     """The tokens of 12 mixed rows are the same alone, together, and in any order."""
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(0)) * 3
-    kinds: list[dict[str, Any]] = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    ]
     rows = [{**kinds[i % 6], "seed": i * 17, "index": i} for i in range(12)]
     together, _ = pick(logits, rows)
     assert [pick(logits[i : i + 1], [rows[i]])[0][0] for i in range(12)] == together
@@ -248,7 +275,14 @@ def test_rows_that_are_not_finite_fail_alone(t: float) -> None:
     """NaN, +inf or only -inf: ok is False and the token a valid id; the neighbours are what they are without them."""
     good = torch.randn(1, 8, generator=torch.Generator().manual_seed(2))
     inf = math.inf
-    bad = torch.tensor([[0, math.nan, 1, 2, 3, 4, 5, 6.0], [inf, 0, 0, 0, 0, 0, 0, 0], [-inf] * 8, [inf, -inf, math.nan, 0, 0, 0, 0, 0]])
+    bad = torch.tensor(
+        [
+            [0, math.nan, 1, 2, 3, 4, 5, 6.0],
+            [inf, 0, 0, 0, 0, 0, 0, 0],
+            [-inf] * 8,
+            [inf, -inf, math.nan, 0, 0, 0, 0, 0],
+        ]
+    )
     some = torch.tensor([[-inf, -inf, 3, -inf, -inf, -inf, -inf, -inf]])
     logits = torch.cat((good, bad, some, good))
     tokens, ok = pick(logits, [{"temperature": t, "seed": 5}] * 7)
@@ -260,7 +294,8 @@ def test_rows_that_are_not_finite_fail_alone(t: float) -> None:
 
 @pytest.mark.parametrize("t", [0.0, 1.0])
 def test_banned_tokens_are_never_chosen(t: float) -> None:
-    """Banned ids of a sample are out before any filter, of that sample only; the logits are not written; a row with all banned is not ok."""
+    """Banned ids of a sample are out before any filter, of that sample only; the logits are not written; a row with all
+    banned is not ok."""
     logits = torch.tensor([[9.0, 8.0, 1.0, 0.0]] * 3)
     before = logits.clone()
     rows = [{"temperature": t, "top_k": 1, "seed": 1}] * 3

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from agentinfer.errors import CheckpointError
 
-_LARGEST = 1e30  # what no sane field exceeds; NaN and infinity fail the comparison too
+_LARGEST = 1e20  # what no sane field exceeds; NaN and infinity fail the comparison too
 
 
 @frozen(eq=False)

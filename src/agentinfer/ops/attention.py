@@ -1,12 +1,12 @@
 """Attention over the paged KV cache, for any mix of rows: the torch reference.
 
-A row computes `count` positions and attends to `context` keys, its last position to all of them. One query a row (decode) goes batched;
-several (a prompt, a chunk of one, drafts) go one row after the other.
+A row computes `count` positions and attends to `context` keys, its last position to all of them. One query a row
+(decode) goes batched; several (a prompt, a chunk of one, drafts) go one row after the other.
 
 Shapes: T positions, R rows, N query heads, H KV heads, D head dim, L keys, B tokens a block, C table columns.
 
-Only slots that hold a visible key are ever read: keys past a row's context are looked up at its first key and masked. So what unused
-table entries and unwritten slots hold (NaN, ids out of range) has no effect.
+Only slots that hold a visible key are ever read: keys past a row's context are looked up at its first key and masked.
+So what unused table entries and unwritten slots hold (NaN, ids out of range) has no effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
+import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
@@ -82,7 +82,8 @@ class RowLengths:
 
 
 def write_kv(k_THD: Tensor, v_THD: Tensor, kv: LayerKv, slots_T: Tensor) -> None:
-    """Write the keys and values of T positions to their slots, in place. Of positions that share a slot (the sink) any one wins."""
+    """Write the keys and values of T positions to their slots, in place. Of positions that share a slot (the sink) any
+    one wins."""
     scatter_kv(k_THD, v_THD, kv.k, values_of(kv), slots_T)
 
 
@@ -118,7 +119,13 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _decode_rows(
-    table_RC: Tensor, members: list[int], low: list[int], lengths: RowLengths, at: Tensor | None, block_size: int, dtype: torch.dtype
+    table_RC: Tensor,
+    members: list[int],
+    low: list[int],
+    lengths: RowLengths,
+    at: Tensor | None,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> DecodeRows:
     device = table_RC.device
     context = [max(1, lengths.context[row]) for row in members]
@@ -138,7 +145,16 @@ def _decode_rows(
     return DecodeRows(at, slots.view(-1), length, mask, padding)
 
 
-def _chunk_row(table_C: Tensor, first: int, count: int, context: int, padding: bool, block_size: int, window: int | None, dtype: torch.dtype) -> ChunkRow:  # noqa: FBT001, PLR0913 - one row's facts
+def _chunk_row(
+    table_C: Tensor,
+    first: int,
+    count: int,
+    context: int,
+    padding: bool,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> ChunkRow:
     start = max(0, context - count)
     low = 0 if window is None else max(0, start - window + 1)
     device = table_C.device
@@ -157,7 +173,8 @@ def _chunk_row(table_C: Tensor, first: int, count: int, context: int, padding: b
 
 
 def _batches(members: list[int], lengths: list[int]) -> list[list[int]]:
-    """Cut decode rows so that padding to the longest at most about doubles the keys, and none gathers more than MOST_KEYS."""
+    """Cut decode rows so that padding to the longest at most about doubles the keys, and none gathers more than
+    MOST_KEYS."""
     longest = max(lengths)
     if len(members) * longest <= min(MOST_KEYS, max(4096, 2 * sum(lengths))):
         return [members]
@@ -172,8 +189,11 @@ def _batches(members: list[int], lengths: list[int]) -> list[list[int]]:
     return [sorted(batch) for batch in batches]
 
 
-def attention_index(table_RC: Tensor, lengths: RowLengths, block_size: int, window: int | None, dtype: torch.dtype) -> AttentionIndex:
-    """Where every row finds its keys. *window*: a position sees itself and at most window - 1 keys before it; None: all.
+def attention_index(
+    table_RC: Tensor, lengths: RowLengths, block_size: int, window: int | None, dtype: torch.dtype
+) -> AttentionIndex:
+    """Where every row finds its keys. *window*: a position sees itself and at most window - 1 keys before it; None:
+    all.
 
     Raises ValueError if a context exceeds the table.
     """
@@ -190,7 +210,9 @@ def attention_index(table_RC: Tensor, lengths: RowLengths, block_size: int, wind
             at = None if len(batch) == flat else torch.tensor([first[row] for row in batch]).to(table_RC.device)
             decode.append(_decode_rows(table_RC, batch, [low[row] for row in batch], lengths, at, block_size, dtype))
     chunks = tuple(
-        _chunk_row(table_RC[row], first[row], count, lengths.context[row], lengths.padding[row], block_size, window, dtype)
+        _chunk_row(
+            table_RC[row], first[row], count, lengths.context[row], lengths.padding[row], block_size, window, dtype
+        )
         for row, count in enumerate(lengths.count)
         if count > 1
     )
@@ -212,7 +234,9 @@ def _attend_decode(q_GND: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
     k = keys.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     v = values.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     grouped = heads != q_GND.shape[1]
-    out = F.scaled_dot_product_attention(q_GND.unsqueeze(2), k, v, attn_mask=rows.mask, scale=scale, enable_gqa=grouped).squeeze(2)
+    out = F.scaled_dot_product_attention(
+        q_GND.unsqueeze(2), k, v, attn_mask=rows.mask, scale=scale, enable_gqa=grouped
+    ).squeeze(2)
     return out if rows.padding is None else out.masked_fill(rows.padding, 0)
 
 
@@ -223,7 +247,9 @@ def _attend_chunk(q_QND: Tensor, keys: Tensor, values: Tensor, row: ChunkRow, sc
     v = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
     q = q_QND.transpose(0, 1).unsqueeze(0)
     grouped = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=row.mask, is_causal=row.mask is None, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=row.mask, is_causal=row.mask is None, scale=scale, enable_gqa=grouped
+    )
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -245,7 +271,8 @@ def attend_index(q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, index: Attenti
 def paged_attention(q_TND: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:
     """Causal attention of every row over its keys in *kv*, which must hold this step's too. [T, N, D].
 
-    The causal mask is aligned to the end of the keys. Query head n reads KV head n // (N // H). Rows of padding give zeros.
+    The causal mask is aligned to the end of the keys. Query head n reads KV head n // (N // H). Rows of padding give
+    zeros.
     Raises ValueError if a context exceeds the table.
     """
     index = index_of(x, kv.layout.block_size, window, q_TND.dtype)

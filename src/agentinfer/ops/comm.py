@@ -1,7 +1,7 @@
 """Ranks and the collectives between them. The one module that may ever know torch.distributed.
 
-A world of one touches none of it. `Threads` runs the ranks of a tensor-parallel group as threads of one process, so that
-tensor parallelism is testable anywhere.
+A world of one touches none of it. `Threads` runs the ranks of a tensor-parallel group as threads of one process, so
+that tensor parallelism is testable anywhere.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Alone:
 class Threads:
     """The ranks are threads of this process, which meet at a barrier. Mutable on purpose.
 
-    A rank that raises inside `run` (or calls `abort`) breaks the barrier for good: the others get RankLost instead of waiting. One that
-    stays away longer than `deadline_s` does the same.
+    A rank that raises inside `run` (or calls `abort`) breaks the barrier for good: the others get RankLost instead of
+    waiting. One that stays away longer than `deadline_s` does the same.
     """
 
     __slots__ = ("_barrier", "_cause", "_deadline_s", "_slots", "size")

@@ -1,10 +1,11 @@
 """The primitives as torch custom operators, opaque to torch.compile, and an Ops maker of them.
 
-Importing this module registers `torch.ops.agentinfer.*`. Each operator calls the plain function of its name, which stays the definition (and
-what the eager path calls: an operator's dispatch costs about 15 us). No operator returns an alias of an argument.
+Importing this module registers `torch.ops.agentinfer.*`. Each operator calls the plain function of its name, which
+stays the definition (and what the eager path calls: an operator's dispatch costs about 15 us). No operator returns an
+alias of an argument.
 
-A custom operator takes tensors and numbers, no records: so collectives become operators of one given Group (`opaque`), and attention reads the
-rows' lengths from the tensors.
+A custom operator takes tensors and numbers, no records: so collectives become operators of one given Group (`opaque`),
+and attention reads the rows' lengths from the tensors.
 
 Shapes: T positions, R rows, N query heads, H KV heads, D head dim, B tokens a block, C table columns.
 """
@@ -58,7 +59,9 @@ def _(gate_up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("agentinfer::rotary_embedding", mutates_args=())
-def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """rope.rotary_embedding."""
     return rope.rotary_embedding(positions, q, k, cos_sin, interleaved)
 
@@ -82,9 +85,17 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> 
 
 @torch.library.custom_op("agentinfer::paged_attention", mutates_args=())
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, cu_seqlens_q: Tensor, context: Tensor, scale: float, window: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    cu_seqlens_q: Tensor,
+    context: Tensor,
+    scale: float,
+    window: int,
 ) -> Tensor:
-    """attention.paged_attention on plain tensors; a *window* of 0 is off. A row whose first block is the sink is padding.
+    """attention.paged_attention on plain tensors; a *window* of 0 is off. A row whose first block is the sink is
+    padding.
 
     Reads the rows' lengths from the device, so not for captured graphs.
     """
@@ -102,7 +113,14 @@ def paged_attention(
 
 @paged_attention.register_fake
 def _(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, cu_seqlens_q: Tensor, context: Tensor, scale: float, window: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    cu_seqlens_q: Tensor,
+    context: Tensor,
+    scale: float,
+    window: int,
 ) -> Tensor:
     del k_cache, table, cu_seqlens_q, context, scale, window
     return torch.empty((*q.shape[:-1], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
@@ -155,9 +173,11 @@ class OpaqueComm:
 
 
 def opaque(group: Group, name: str) -> Group:
-    """*group* with its collectives as custom operators `agentinfer::<name>_{all_reduce,all_gather,broadcast}`; a group of one as it is.
+    """*group* with its collectives as custom operators `agentinfer::<name>_{all_reduce,all_gather,broadcast}`; a group
+    of one as it is.
 
-    *name* must be unique in the process for each rank of each group (ranks may be threads): operators are registered process-wide.
+    *name* must be unique in the process for each rank of each group (ranks may be threads): operators are registered
+    process-wide.
     """
     if group.size == 1:
         return group

@@ -1,6 +1,7 @@
 """Inputs: one step's plan as the device sees it. stage() makes it with one copy to the device.
 
-Knows Plan, block tables and slots. R rows, T positions, S samples, C table columns. Row 0 and block 0 are the sinks of padding.
+Knows Plan, block tables and slots. R rows, T positions, S samples, C table columns. Row 0 and block 0 are the sinks of
+padding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ T = TypeVar("T")
 class Memo:
     """What follows from one step's Inputs alone and so is computed once a step, not once a layer. Mutable on purpose.
 
-    It dies with its Inputs. Whoever writes new values into the tensors of an Inputs (a captured graph's static set) gives it a new Memo.
+    It dies with its Inputs. Whoever writes new values into the tensors of an Inputs (a captured graph's static set)
+    gives it a new Memo.
     """
 
     __slots__ = ("_known",)
@@ -57,7 +59,8 @@ class HostRows:
 
 @frozen(eq=False)
 class Inputs:
-    """All that a forward pass reads besides weights and KV, on the device. The positions of a row lie together, rows in order."""
+    """All that a forward pass reads besides weights and KV, on the device. The positions of a row lie together, rows in
+    order."""
 
     ids: Tensor
     """[T] int64 token ids."""
@@ -72,7 +75,8 @@ class Inputs:
     context: Tensor
     """[R] int32 keys, this step's included."""
     table: Tensor
-    """[R, C] int32 block ids, as many columns as the longest context needs; what lies past a row's context may be anything."""
+    """[R, C] int32 block ids, as many columns as the longest context needs; what lies past a row's context may be
+    anything."""
     max_query: int
     """The largest count of a row."""
     max_context: int
@@ -90,7 +94,9 @@ def check_tables(context: Sequence[int] | npt.NDArray[Any], columns: int, block_
     """Raises ValueError if a context is longer than a block table of *columns* entries can address."""
     longest = int(max(context, default=0)) if not isinstance(context, np.ndarray) else int(context.max(initial=0))
     if longest > columns * block_size:
-        raise ValueError(f"a row attends to {longest} keys, its block table holds {columns} blocks of {block_size}: {columns * block_size}")
+        raise ValueError(
+            f"a row attends to {longest} keys, its block table holds {columns} blocks of {block_size}: {columns * block_size}"
+        )
 
 
 def ranges(start: npt.NDArray[Any], count: npt.NDArray[Any]) -> I64:
@@ -106,7 +112,9 @@ def _entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I32]:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     for row, first, blocks in tables:
         if first + len(blocks) > columns:
-            raise ValueError(f"row {row} needs {first + len(blocks)} table entries, the block table has {columns} columns")
+            raise ValueError(
+                f"row {row} needs {first + len(blocks)} table entries, the block table has {columns} columns"
+            )
     first = np.array([row * columns + at for row, at, _ in tables], np.int64)
     count = np.array([len(blocks) for _, _, blocks in tables], np.int64)
     where = ranges(first, count)
@@ -117,8 +125,11 @@ def _entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I32]:
     return where, block
 
 
-def upload(wide: Sequence[npt.NDArray[Any]], narrow: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Put int64 columns *wide* and int32 columns *narrow* on *device* in one block, with one copy; views of it, in the same order."""
+def upload(
+    wide: Sequence[npt.NDArray[Any]], narrow: Sequence[npt.NDArray[Any]], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Put int64 columns *wide* and int32 columns *narrow* on *device* in one block, with one copy; views of it, in the
+    same order."""
     longs, ints_ = [len(x) for x in wide], [len(x) for x in narrow]
     block = np.empty(2 * sum(longs) + sum(ints_), np.int32)
     edge = 2 * sum(longs)
@@ -130,15 +141,18 @@ def upload(wide: Sequence[npt.NDArray[Any]], narrow: Sequence[npt.NDArray[Any]],
 
 
 def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCache]:
-    """Put *plan* on the device of *kv*: apply its table entries, then its block copies, and make its Inputs. *Donates* kv.
+    """Put *plan* on the device of *kv*: apply its table entries, then its block copies, and make its Inputs. *Donates*
+    kv.
 
     *last* is [rows + 1] integers on the device: the last sampled token of each row; inputs of -1 are taken from it.
-    Raises, leaving *kv* as it was: StaleHandle if the plan extends other tables than those that the device holds, ValueError if a
-    context exceeds the block table.
+    Raises, leaving *kv* as it was: StaleHandle if the plan extends other tables than those that the device holds,
+    ValueError if a context exceeds the block table.
     """
     kv.check("stage")
     if plan.base not in (-1, kv.step):
-        raise StaleHandle(f"step {plan.step} extends the block tables of step {plan.base}, the device holds those of step {kv.step}")
+        raise StaleHandle(
+            f"step {plan.step} extends the block tables of step {plan.base}, the device holds those of step {kv.step}"
+        )
     columns = kv.table.shape[1]
     check_tables(plan.context, columns, kv.block_size)
     where, block = _entries(plan.tables, columns)
@@ -168,7 +182,9 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
         kv = copy_blocks(kv, plan.copies)
     if len(waiting):
         ids.index_copy_(0, late, last.index_select(0, late_rows).to(torch.int64))
-    host = HostRows(tuple(plan.rows.tolist()), tuple(plan.start.tolist()), tuple(plan.count.tolist()), tuple(plan.context.tolist()))
+    host = HostRows(
+        tuple(plan.rows.tolist()), tuple(plan.start.tolist()), tuple(plan.count.tolist()), tuple(plan.context.tolist())
+    )
     longest = max(host.context, default=0)
     inputs = Inputs(
         ids=ids,
@@ -189,11 +205,12 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
 
 
 def remember(last: Donated[Tensor], x: Inputs, tokens_S: Tensor) -> Tensor:
-    """Write each row's newest sampled token into *last* ([rows + 1] integers), for the next step's inputs of -1. *Donates* last."""
+    """Write each row's newest sampled token into *last* ([rows + 1] integers), for the next step's inputs of -1.
+    *Donates* last."""
     return last.index_copy_(0, x.last_rows, tokens_S.index_select(0, x.last_samples).to(last.dtype))
 
 
-def by_hand(  # noqa: PLR0913 - a plan in small
+def by_hand(
     kv: Donated[KvCache],
     tokens: Sequence[Sequence[int]],
     start: Sequence[int],
@@ -202,9 +219,11 @@ def by_hand(  # noqa: PLR0913 - a plan in small
     *,
     every: bool = False,
 ) -> tuple[Inputs, KvCache]:
-    """Inputs without a plan: row i computes *tokens[i]* from position *start[i]* on, over *blocks[i]* (its whole table). *Donates* kv.
+    """Inputs without a plan: row i computes *tokens[i]* from position *start[i]* on, over *blocks[i]* (its whole
+    table). *Donates* kv.
 
-    For warm-up, profiling and scoring. Rows are 1, 2, .. unless given. Samples each row's last position, or *every* one.
+    For warm-up, profiling and scoring. Rows are 1, 2, .. unless given. Samples each row's last position, or *every*
+    one.
     """
     count = np.array([len(x) for x in tokens], np.int32)
     first = np.array(start, np.int32)
@@ -213,7 +232,9 @@ def by_hand(  # noqa: PLR0913 - a plan in small
     positions = ranges(first, count)
     owned = [np.array(x, np.int64) for x in blocks]
     size = kv.block_size
-    held = [owned[row][at // size] * size + at % size for row, at in zip(flat.tolist(), positions.tolist(), strict=True)]
+    held = [
+        owned[row][at // size] * size + at % size for row, at in zip(flat.tolist(), positions.tolist(), strict=True)
+    ]
     ends = (np.cumsum(count) - 1)[count > 0]
     samples = np.arange(len(flat)) if every else ends
     plan = Plan(

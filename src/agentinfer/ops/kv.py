@@ -132,7 +132,8 @@ def allocate(
 ) -> KvCache:
     """New KV memory of *num_blocks* usable blocks for *num_rows* usable rows; block 0 and row 0 come on top.
 
-    One layout a layer. *fill* is what the memory holds: 0 in production, NaN in tests, so that a read of what nobody wrote shows.
+    One layout a layer. *fill* is what the memory holds: 0 in production, NaN in tests, so that a read of what nobody
+    wrote shows.
     """
     layers: list[LayerKv] = []
     for layer, layout in enumerate(layouts):
@@ -162,7 +163,7 @@ def bytes_per_token(layouts: Iterable[KvLayout]) -> int:
     return sum(x.planes * x.num_kv_heads * x.head_dim * x.dtype.itemsize for x in layouts)
 
 
-def num_blocks_that_fit(  # noqa: PLR0913 - the budget rule has this many terms
+def num_blocks_that_fit(
     *,
     free: int,
     reserve: int,
@@ -173,7 +174,8 @@ def num_blocks_that_fit(  # noqa: PLR0913 - the budget rule has this many terms
 ) -> int:
     """Usable KV blocks for *free* bytes: (free - reserve) * utilization // bytes_per_block, sink block not counted.
 
-    *free* is measured after weights, a worst-case prefill and graph capture. *blocks_per_request* is what one request of max_model_len needs.
+    *free* is measured after weights, a worst-case prefill and graph capture. *blocks_per_request* is what one request
+    of max_model_len needs.
     *most* caps the result (without a prefix cache: `max_num_seqs * blocks_per_request`).
     Raises InvalidSetting if not even one such request fits.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
+import torch.nn.functional as F
 from torch import Tensor
 
 from agentinfer.ops.comm import Group
@@ -15,7 +15,8 @@ def linear(x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None = None) -> Ten
 
 
 def row_parallel(x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None, group: Group) -> Tensor:
-    """`linear` with its input width cut over *group*: partial products are summed over the ranks, the bias added once after."""
+    """`linear` with its input width cut over *group*: partial products are summed over the ranks, the bias added once
+    after."""
     if group.size == 1:
         return F.linear(x_TD, weight_XD, bias_X)
     y = group.all_reduce_sum(F.linear(x_TD, weight_XD))

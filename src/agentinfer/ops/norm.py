@@ -1,9 +1,10 @@
-"""Root-mean-square norms and the gated activation. Float32 inside, output of the input's dtype. D model width, F gate width."""
+"""Root-mean-square norms and the gated activation. Float32 inside, output of the input's dtype. D model width, F gate
+width."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
+import torch.nn.functional as F
 from torch import Tensor
 
 

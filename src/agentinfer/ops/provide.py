@@ -1,9 +1,10 @@
 """Ops: the record of callables that models are written in, and its makers. Chosen once, passed in Machine.
 
-A dense layer is five calls (norm_qkv, attend, out_add, norm_gate_up, down_add) between embed and norm_head. A maker either composes them
-of primitives (`composed`) or brings its own.
+A dense layer is five calls (norm_qkv, attend, out_add, norm_gate_up, down_add) between embed and norm_head. A maker
+either composes them of primitives (`composed`) or brings its own.
 
-Shapes: T positions, S samples, D model width, X local qkv width, F local gate width, V local vocabulary, N / H local query / KV heads.
+Shapes: T positions, S samples, D model width, X local qkv width, F local gate width, V local vocabulary, N / H local
+query / KV heads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Stream:
 
 @frozen(eq=False)
 class Primitives:
-    """The numeric kernels that the calls of a layer are composed of. Each is defined by its torch reference of that name."""
+    """The numeric kernels that the calls of a layer are composed of. Each is defined by its torch reference of that
+    name."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x, weight, eps)."""
@@ -67,7 +69,8 @@ class Ops:
     norm_qkv: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
     """(stream, norm_D, weight_XD, bias_X, eps) -> (qkv_TX, stream): rows Q heads, K heads, V heads, local."""
     attend: Attend
-    """(qkv_TX, kv, inputs, shape, cos_sin, q_norm_D, k_norm_D, eps, scale, window) -> [T, N * D]: q/k norm a head, neox rope, KV write, attention."""
+    """(qkv_TX, kv, inputs, shape, cos_sin, q_norm_D, k_norm_D, eps, scale, window) -> [T, N * D]: q/k norm a head, neox
+    rope, KV write, attention."""
     out_add: Callable[[Tensor, Tensor, Tensor | None, Stream, Group], Stream]
     """(attn_TX, weight_DX, bias_D, stream, group): row parallel, summed over the ranks, bias once."""
     norm_gate_up: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
@@ -93,13 +96,17 @@ def _row_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, gro
 def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
     """The calls of a layer, composed of *p*; *attend* replaces the one that would be."""
 
-    def norm_linear(stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Stream]:
+    def norm_linear(
+        stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Stream]:
         if stream.pending_TD is None:
             return p.linear(p.rms_norm(stream.residual_TD, norm_D, eps), weight, bias), stream
         normed, residual = p.fused_add_rms_norm(stream.pending_TD, stream.residual_TD, norm_D, eps)
         return p.linear(normed, weight, bias), Stream(residual, None)
 
-    def norm_gate_up(stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Stream]:
+    def norm_gate_up(
+        stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Stream]:
         gate_up, stream = norm_linear(stream, norm_D, weight, bias, eps)
         return p.silu_and_mul(gate_up), stream
 
@@ -122,7 +129,7 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
             raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
         q = q if q_norm is None else p.rms_norm(q.contiguous(), q_norm, eps)
         k = k if k_norm is None else p.rms_norm(k.contiguous(), k_norm, eps)
-        q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)  # noqa: FBT003 - positional by contract
+        q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)
         p.write_kv(k, v, kv, x.slots)
         return p.paged_attention(q, kv, x, scale, window).flatten(1)
 
@@ -146,11 +153,12 @@ def split_heads(qkv_TX: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def attend_reference(  # noqa: PLR0913 - the contract of Ops.attend
+def attend_reference(
     qkv_TX: Tensor, kv: LayerKv, x: Inputs, shape: HeadShape, cos_sin: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Ops.attend in few torch calls: queries and keys are normed and rotated together, what no layer changes is computed once a step."""
+    """Ops.attend in few torch calls: queries and keys are normed and rotated together, what no layer changes is
+    computed once a step."""
     count, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
     heads = qkv_TX.view(len(qkv_TX), -1, shape.head_dim)
     qk = heads[:, :turned]

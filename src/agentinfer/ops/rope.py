@@ -1,4 +1,5 @@
-"""Rotary position embedding: frequencies of every scaling kind, one cos/sin table, and its application in both pair styles.
+"""Rotary position embedding: frequencies of every scaling kind, one cos/sin table, and its application in both pair
+styles.
 
 Shapes: T positions, N heads, D head dim, P rope dim (P <= D; the first P numbers of a head are rotated).
 """
@@ -32,7 +33,8 @@ def _known(_: Any, attribute: Attribute[Any], value: str) -> None:
 
 @frozen
 class RopeSpec:
-    """How positions are encoded. Fields that a kind does not name are not read by it. Raises ValueError naming the field."""
+    """How positions are encoded. Fields that a kind does not name are not read by it. Raises ValueError naming the
+    field."""
 
     theta: float = field(validator=_positive)
     dim: int = field(validator=_even)
@@ -77,7 +79,8 @@ def magnitude(spec: RopeSpec) -> float:
 
 
 def latent_softmax_scale(spec: RopeSpec, qk_head_dim: int) -> float:
-    """The softmax scale of multi-head latent attention: qk_head_dim^-0.5, times m(mscale_all_dim)^2 under yarn when that is set.
+    """The softmax scale of multi-head latent attention: qk_head_dim^-0.5, times m(mscale_all_dim)^2 under yarn when
+    that is set.
 
     **Source**: DeepSeek-V2 modeling file, DeepseekV2Attention.softmax_scale.
     """
@@ -88,7 +91,8 @@ def latent_softmax_scale(spec: RopeSpec, qk_head_dim: int) -> float:
 
 
 def yarn_bounds(spec: RopeSpec) -> tuple[float, float]:
-    """The dimensions between which yarn blends from extrapolated to interpolated: those that turn beta_fast and beta_slow times."""
+    """The dimensions between which yarn blends from extrapolated to interpolated: those that turn beta_fast and
+    beta_slow times."""
 
     def dimension(turns: float) -> float:
         return spec.dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -114,7 +118,10 @@ def inv_freq(spec: RopeSpec) -> Tensor:
         turns = spec.original_max_position / wavelength
         smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
         blended = (1 - smooth) * turning / spec.factor + smooth * turning
-        long, short = wavelength > spec.original_max_position / spec.low_freq_factor, wavelength < spec.original_max_position / spec.high_freq_factor
+        long, short = (
+            wavelength > spec.original_max_position / spec.low_freq_factor,
+            wavelength < spec.original_max_position / spec.high_freq_factor,
+        )
         return torch.where(long, turning / spec.factor, torch.where(short, turning, blended))
     low, high = yarn_bounds(spec)
     ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
@@ -123,7 +130,8 @@ def inv_freq(spec: RopeSpec) -> Tensor:
 
 
 def cos_sin(spec: RopeSpec, max_positions: int, device: str | torch.device = "cpu") -> Tensor:
-    """The table of all positions, [max_positions, P] float32: first half cos, second half sin, both times `magnitude(spec)`.
+    """The table of all positions, [max_positions, P] float32: first half cos, second half sin, both times
+    `magnitude(spec)`.
 
     One table serves all layers that share *spec*.
     """
@@ -132,14 +140,16 @@ def cos_sin(spec: RopeSpec, max_positions: int, device: str | torch.device = "cp
 
 
 def gather_rope(cos_sin_PP: Tensor, positions_T: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The factors of a number itself and of its partner, shaped for `rotate`: broadcastable to [T, N, 2, P/2] (interleaved [T, N, P/2, 2])."""
+    """The factors of a number itself and of its partner, shaped for `rotate`: broadcastable to [T, N, 2, P/2]
+    (interleaved [T, N, P/2, 2])."""
     cos, sin = cos_sin_PP.index_select(0, positions_T).chunk(2, dim=-1)
     axis = -1 if interleaved else -2
     return cos.unsqueeze(1).unsqueeze(axis), torch.stack((-sin, sin), dim=axis).unsqueeze(1)
 
 
 def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate every pair of x by the factors of `gather_rope`; new memory. Float32 inside. Numbers past the rope dim stay as they are.
+    """Rotate every pair of x by the factors of `gather_rope`; new memory. Float32 inside. Numbers past the rope dim
+    stay as they are.
 
     The pairs are (i, i + P/2), or (2i, 2i + 1) if *interleaved*.
     """
@@ -151,7 +161,9 @@ def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
     return out if turned == x_TND.shape[-1] else torch.cat((out, x_TND[..., turned:]), dim=-1)
 
 
-def rotary_embedding(positions_T: Tensor, q_TND: Tensor, k_TND: Tensor, cos_sin_PP: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - the contract's order
+def rotary_embedding(
+    positions_T: Tensor, q_TND: Tensor, k_TND: Tensor, cos_sin_PP: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys (of any two numbers of heads) to their positions. New memory, dtypes kept."""
     cos, sin = gather_rope(cos_sin_PP, positions_T, interleaved=interleaved)
     return rotate(q_TND, cos, sin, interleaved=interleaved), rotate(k_TND, cos, sin, interleaved=interleaved)

@@ -1,12 +1,13 @@
 """Choosing tokens from logits, and the noise that does it. Fixed for good: a seed gives the same tokens for ever.
 
-Noise: Philox4x32-10 with key = (low, high 32 bits of the seed) and counter = (token id // 4, output index, 0, 0); lane `token id % 4` of
-its result is x; k = x >> 9; u = (k + 0.5) * 2^-23; gumbel = -log(-log(u)), computed in float64 and rounded to float32. The token of a row is
-argmax(z + gumbel) over the tokens that the filters leave, z = (logits - their maximum) / temperature in float32, ties to the lowest id.
-So a token depends on (logits, parameters, seed, output index) alone: not on the batch, the order of rows, chunks or preemption.
+Noise: Philox4x32-10 with key = (low, high 32 bits of the seed) and counter = (token id // 4, output index, 0, 0); lane
+`token id % 4` of its result is x; k = x >> 9; u = (k + 0.5) * 2^-23; gumbel = -log(-log(u)), computed in float64 and
+rounded to float32. The token of a row is argmax(z + gumbel) over the tokens that the filters leave, z = (logits - their
+maximum) / temperature in float32, ties to the lowest id. So a token depends on (logits, parameters, seed, output index)
+alone: not on the batch, the order of rows, chunks or preemption.
 
-Order of the filters: banned ids to -inf, temperature, top-k, top-p on the rest renormalised, min-p. Knows SamplingColumns; S samples, V
-vocabulary. Greedy rows never leave the device; the others are chosen on the host.
+Order of the filters: banned ids to -inf, temperature, top-k, top-p on the rest renormalised, min-p. Knows
+SamplingColumns; S samples, V vocabulary. Greedy rows never leave the device; the others are chosen on the host.
 
 **Source**: Salmon et al. 2011 (Philox); Gumbel 1954, Maddison et al. 2014 (the argmax).
 """
@@ -123,11 +124,14 @@ def _top_p(z: F32, p: float) -> I64:
     return np.sort(order[: reached + 1])
 
 
-def survivors(logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> tuple[I64, F32]:
-    """The token ids that the filters leave, ascending, and their z. The row's maximum must be finite, the temperature at least 1e-5.
+def survivors(
+    logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> tuple[I64, F32]:
+    """The token ids that the filters leave, ascending, and their z. The row's maximum must be finite, the temperature
+    at least 1e-5.
 
-    *top_k* of 0 or less, or of the vocabulary or more, *top_p* of 1 and *min_p* of 0 are off. Exactly k tokens survive top-k. A token of
-    probability exactly at the cut of min-p stays.
+    *top_k* of 0 or less, or of the vocabulary or more, *top_p* of 1 and *min_p* of 0 are off. Exactly k tokens survive
+    top-k. A token of probability exactly at the cut of min-p stays.
     """
     with np.errstate(over="ignore"):
         z = (logits_V - logits_V.max()) / np.float32(temperature)
@@ -146,7 +150,9 @@ def survivors(logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 
     return (ids, z) if bool(alive.all()) else (ids[alive], z[alive])
 
 
-def probabilities(logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> npt.NDArray[np.float64]:
+def probabilities(
+    logits_V: F32, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> npt.NDArray[np.float64]:
     """The distribution that a row is sampled from, [V] float64: what `survivors` leaves, renormalised."""
     ids, z = survivors(logits_V, temperature, top_k, top_p, min_p)
     p = np.zeros(len(logits_V))
@@ -157,7 +163,8 @@ def probabilities(logits_V: F32, temperature: float, top_k: int = 0, top_p: floa
 def choose(ids: I64, z: F32, seed: int, index: int) -> int:
     """argmax of z + noise over *ids* (ascending, their largest z is 0): the token.
 
-    Noise is computed only where it can matter: first for the likely tokens, whose best score then rules out most others.
+    Noise is computed only where it can matter: first for the likely tokens, whose best score then rules out most
+    others.
     """
     first = z > LIKELY
     near, score = ids[first], z[first] + gumbel(seed, index, ids[first])
