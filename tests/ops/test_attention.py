@@ -67,7 +67,8 @@ class Batch:
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 def test_a_ragged_mix_equals_dense_attention(block_size: int, window: int | None) -> None:
     """KV-12: fresh prompts, a chunk over cached keys, decode rows and a row of 300 keys, at every block size and
-    window, within 1e-5."""
+    window, within 1e-5.
+    """
     batch = Batch(*MIXED, block_size)
     torch.testing.assert_close(batch.run(window).double(), batch.want(window), rtol=1e-5, atol=1e-5)
 
@@ -92,7 +93,8 @@ def test_decode_rows_equal_dense_attention(context: list[int], window: int | Non
 
 def test_a_wide_spread_of_lengths_is_not_padded_to_the_longest() -> None:
     """Decode rows are cut into batches whose gathered keys stay within about twice the real ones, and none exceeds the
-    bound."""
+    bound.
+    """
     batch = Batch([4000, *range(1, 30)], [1] * 30, 16)
     index = attention.index_of(batch.x, 16, None, torch.float32)
     assert len(index.decode) > 1
@@ -137,7 +139,8 @@ def with_table(x: Inputs, table: Tensor) -> Inputs:
 @pytest.mark.parametrize("counts", [[3, 2], [1, 1], [3, 1]])
 def test_padding_rows_stay_finite_over_a_sink_of_nan(counts: list[int]) -> None:
     """GRF-02: rows of padding (row 0, block 0, which holds NaN) give zeros; the real rows are what they are without
-    them."""
+    them.
+    """
     batch = Batch([5, 3], counts, 4)
     want = batch.run()
     starts = [c - n for c, n in zip(batch.context, counts, strict=True)]

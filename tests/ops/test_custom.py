@@ -69,7 +69,8 @@ def test_padding_is_seen_by_the_sink_block() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_as_operators(size: int) -> None:
     """A group made opaque gives what the group gives, and its operators pass opcheck; of one rank it is the group
-    itself."""
+    itself.
+    """
     if size == 1:
         group = alone().tp
         assert custom.opaque(group, "test_one") is group

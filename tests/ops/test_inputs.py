@@ -68,7 +68,8 @@ def programs(draw: st.DrawFn):
 @given(programs(), st.randoms(use_true_random=False))
 def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:
     """Ids, positions, slots, tables, samples and the last tokens equal those of a naive loop, whatever the rows and
-    table deltas."""
+    table deltas.
+    """
     size, rows = program
     ids, positions, slots, samples, owners, tables = [], [], [], [], [], []
     last = torch.arange(100, 101 + ROWS)
@@ -128,7 +129,8 @@ def decode(base: int, tables=(), copies=()) -> Plan:
 
 def test_a_plan_that_extends_other_tables_is_refused() -> None:
     """A plan whose base is not the step that the device holds raises StaleHandle and leaves the handle live; a complete
-    one never does."""
+    one never does.
+    """
     kv = pool(step=3)
     last = torch.zeros(ROWS + 1, dtype=torch.int64)
     with pytest.raises(StaleHandle, match="tables of step 2, the device holds those of step 3"):

@@ -93,7 +93,8 @@ def test_row_parallel_adds_the_bias_once(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_vocabulary_parallel_embedding_and_head(size: int) -> None:
     """A vocabulary of 7 padded to the ranks embeds as the whole table does, and no padding row ever shows in the
-    logits."""
+    logits.
+    """
     table = torch.randn(7, 4)
     width = -(-7 // size)
     padded = torch.cat((table, torch.full((width * size - 7, 4), 1e4)))

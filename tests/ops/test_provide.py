@@ -75,7 +75,7 @@ def test_paged_equals_projected() -> None:
     qkv = rand(7, 80)
     out = provide.reference().attend(qkv, layer, x, SHAPE, TABLE, None, None, 1e-6, 0.35, None)
     q, k, v = provide.split_heads(qkv, SHAPE)
-    q, k = provide.reference().primitives.rotary_embedding(torch.arange(7), q, k, TABLE, False)
+    q, k = provide.reference().primitives.rotary_embedding(torch.arange(7), q, k, TABLE, False)  # noqa: FBT003 - positional by contract
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)))
     want = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=0.35)[0]
     torch.testing.assert_close(out, want.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)

@@ -16,12 +16,15 @@ from agentinfer.ops.rope import RopeSpec
 
 V2_LITE = RopeSpec(1e4, 64, "yarn", factor=40, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707)
 YARN_FREQUENCIES = [
-    1.0, 0.7498942093324559, 0.5623413251903491, 0.4216965034285823, 0.31622776601683794, 0.23713737056616555, 0.1778279410038923,
-    0.1333521432163324, 0.1, 0.07498942093324558, 0.056234132519034905, 0.03900692656714386, 0.026879360111431223, 0.018378146218877827,
-    0.01244795587027246, 0.008334508951020777, 0.0055, 0.0035619974943291656, 0.002249365300761396, 0.0013705136361428923,
-    0.0007905694150420947, 0.0004149903984907897, 0.0001778279410038922, 3.33380358040831e-05, 2.5e-05, 1.8747355233311396e-05,
-    1.4058533129758728e-05, 1.0542412585714557e-05, 7.90569415042095e-06, 5.9284342641541385e-06, 4.445698525097307e-06,
-    3.33380358040831e-06, ]  # fmt: skip
+    1.0, 0.7498942093324559, 0.5623413251903491, 0.4216965034285823, 0.31622776601683794,
+    0.23713737056616555, 0.1778279410038923, 0.1333521432163324, 0.1, 0.07498942093324558,
+    0.056234132519034905, 0.03900692656714386, 0.026879360111431223, 0.018378146218877827, 0.01244795587027246,
+    0.008334508951020777, 0.0055, 0.0035619974943291656, 0.002249365300761396, 0.0013705136361428923,
+    0.0007905694150420947, 0.0004149903984907897, 0.0001778279410038922, 3.33380358040831e-05, 2.5e-05,
+    1.8747355233311396e-05, 1.4058533129758728e-05, 1.0542412585714557e-05,
+    7.90569415042095e-06, 5.9284342641541385e-06,
+    4.445698525097307e-06, 3.33380358040831e-06,
+]  # fmt: skip
 
 
 def test_yarn_of_deepseek_v2_lite() -> None:
@@ -49,7 +52,8 @@ def test_the_two_mscale_rules(mscale: float, all_dim: float, magnitude: float, s
 
 def test_plain_yarn_and_explicit_factor() -> None:
     """Factor 4 without mscales multiplies cos and sin by 1.138629436; an explicit attention factor wins; the softmax
-    scale stays."""
+    scale stays.
+    """
     spec = RopeSpec(1e6, 128, "yarn", factor=4, original_max_position=32768)
     assert math.isclose(rope.magnitude(spec), 1.138629436, rel_tol=1e-9)
     assert rope.latent_softmax_scale(spec, 192) == 192**-0.5
@@ -177,7 +181,9 @@ def test_norm_a_head_then_rope() -> None:
         [1.999999750000047, 0, 0, 0],
     ]
     torch.testing.assert_close(normed[0], torch.tensor(want), rtol=1e-6, atol=1e-7)
-    turned, _ = rope.rotary_embedding(torch.tensor([3]), normed, normed, rope.cos_sin(RopeSpec(1e6, 4), 4), False)
+    turned, _ = rope.rotary_embedding(
+        torch.tensor([3]), normed, normed, rope.cos_sin(RopeSpec(1e6, 4), 4), interleaved=False
+    )
     want = [-0.6706725503065789, 0.7281025215234879, -2.117435006280219, 0.7324842951187432]
     torch.testing.assert_close(turned[0, 0], torch.tensor(want), rtol=1e-5, atol=1e-5)
 

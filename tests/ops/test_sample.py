@@ -172,7 +172,8 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
 
 def test_the_noise_is_fixed_for_good() -> None:
     """Noise is -log(-log((k + 1/2) 2^-23)) of the 23 high bits of lane id % 4 at counter (id // 4, index); the seed's
-    halves are the key."""
+    halves are the key.
+    """
     want = []
     for token in (0, 1, 2, 3, 4, 9, 70_000):
         words = [np.array([x], np.uint64) for x in (token // 4, 5, 0, 0)]
@@ -295,7 +296,8 @@ def test_rows_that_are_not_finite_fail_alone(t: float) -> None:
 @pytest.mark.parametrize("t", [0.0, 1.0])
 def test_banned_tokens_are_never_chosen(t: float) -> None:
     """Banned ids of a sample are out before any filter, of that sample only; the logits are not written; a row with all
-    banned is not ok."""
+    banned is not ok.
+    """
     logits = torch.tensor([[9.0, 8.0, 1.0, 0.0]] * 3)
     before = logits.clone()
     rows = [{"temperature": t, "top_k": 1, "seed": 1}] * 3

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 from agentinfer.ops.inputs import Inputs, check_tables
 from agentinfer.ops.kv import LayerKv
@@ -83,7 +83,8 @@ class RowLengths:
 
 def write_kv(k_THD: Tensor, v_THD: Tensor, kv: LayerKv, slots_T: Tensor) -> None:
     """Write the keys and values of T positions to their slots, in place. Of positions that share a slot (the sink) any
-    one wins."""
+    one wins.
+    """
     scatter_kv(k_THD, v_THD, kv.k, values_of(kv), slots_T)
 
 
@@ -174,7 +175,8 @@ def _chunk_row(
 
 def _batches(members: list[int], lengths: list[int]) -> list[list[int]]:
     """Cut decode rows so that padding to the longest at most about doubles the keys, and none gathers more than
-    MOST_KEYS."""
+    MOST_KEYS.
+    """
     longest = max(lengths)
     if len(members) * longest <= min(MOST_KEYS, max(4096, 2 * sum(lengths))):
         return [members]
@@ -198,7 +200,8 @@ def attention_index(
     Raises ValueError if a context exceeds the table.
     """
     check_tables(lengths.context, table_RC.shape[1], block_size)
-    first, flat = [], 0
+    first: list[int] = []
+    flat = 0
     for count in lengths.count:
         first.append(flat)
         flat += count
@@ -234,7 +237,7 @@ def _attend_decode(q_GND: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
     k = keys.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     v = values.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     grouped = heads != q_GND.shape[1]
-    out = F.scaled_dot_product_attention(
+    out = functional.scaled_dot_product_attention(
         q_GND.unsqueeze(2), k, v, attn_mask=rows.mask, scale=scale, enable_gqa=grouped
     ).squeeze(2)
     return out if rows.padding is None else out.masked_fill(rows.padding, 0)
@@ -247,7 +250,7 @@ def _attend_chunk(q_QND: Tensor, keys: Tensor, values: Tensor, row: ChunkRow, sc
     v = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
     q = q_QND.transpose(0, 1).unsqueeze(0)
     grouped = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(
+    out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=row.mask, is_causal=row.mask is None, scale=scale, enable_gqa=grouped
     )
     return out.squeeze(0).transpose(0, 1)

@@ -12,6 +12,9 @@ Shapes: T positions, R rows, N query heads, H KV heads, D head dim, B tokens a b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -99,11 +102,11 @@ def paged_attention(
 
     Reads the rows' lengths from the device, so not for captured graphs.
     """
-    edges = cu_seqlens_q.tolist()
-    keys = context.tolist()
-    sink = table[:, 0].tolist() if table.shape[1] else [0] * len(keys)
+    counts = cast(list[int], cu_seqlens_q.diff().tolist())
+    keys = cast(list[int], context.tolist())
+    sink = cast(list[int], table[:, 0].tolist()) if table.shape[1] else [0] * len(keys)
     lengths = attention.RowLengths(
-        count=[b - a for a, b in zip(edges[:-1], edges[1:], strict=True)],
+        count=counts,
         context=keys,
         padding=[block == 0 or n <= 0 for block, n in zip(sink, keys, strict=True)],
     )
@@ -135,7 +138,7 @@ def _paged_attention(q: Tensor, kv: LayerKv, x: Inputs, scale: float, window: in
 
 
 def opaque_ops() -> provide.Ops:
-    """The reference through custom operators: what torch.compile may trace with fullgraph. Products stay plain torch."""
+    """The reference through custom operators, for torch.compile to trace with fullgraph. Products stay plain torch."""
     primitives = provide.Primitives(
         rms_norm=rms_norm,
         fused_add_rms_norm=fused_add_rms_norm,
@@ -152,9 +155,9 @@ def opaque_ops() -> provide.Ops:
 class OpaqueComm:
     """A Comm whose collectives are the custom operators of one rank."""
 
-    reduce_op: torch.library.CustomOpDef
-    gather_op: torch.library.CustomOpDef
-    broadcast_op: torch.library.CustomOpDef
+    reduce_op: Callable[..., Tensor]
+    gather_op: Callable[..., Tensor]
+    broadcast_op: Callable[..., Tensor]
 
     def all_reduce_sum(self, x: Tensor, rank: int) -> Tensor:
         """See Comm."""

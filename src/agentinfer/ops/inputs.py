@@ -60,7 +60,8 @@ class HostRows:
 @frozen(eq=False)
 class Inputs:
     """All that a forward pass reads besides weights and KV, on the device. The positions of a row lie together, rows in
-    order."""
+    order.
+    """
 
     ids: Tensor
     """[T] int64 token ids."""
@@ -95,7 +96,8 @@ def check_tables(context: Sequence[int] | npt.NDArray[Any], columns: int, block_
     longest = int(max(context, default=0)) if not isinstance(context, np.ndarray) else int(context.max(initial=0))
     if longest > columns * block_size:
         raise ValueError(
-            f"a row attends to {longest} keys, its block table holds {columns} blocks of {block_size}: {columns * block_size}"
+            f"a row attends to {longest} keys, its block table holds {columns} blocks of {block_size}: "
+            f"{columns * block_size}"
         )
 
 
@@ -129,7 +131,8 @@ def upload(
     wide: Sequence[npt.NDArray[Any]], narrow: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Put int64 columns *wide* and int32 columns *narrow* on *device* in one block, with one copy; views of it, in the
-    same order."""
+    same order.
+    """
     longs, ints_ = [len(x) for x in wide], [len(x) for x in narrow]
     block = np.empty(2 * sum(longs) + sum(ints_), np.int32)
     edge = 2 * sum(longs)
@@ -137,7 +140,7 @@ def upload(
     np.concatenate(narrow, out=block[edge:], casting="same_kind")
     host = torch.from_numpy(block)
     there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-    return list(there[:edge].view(torch.int64).split(longs)), list(there[edge:].split(ints_))
+    return list(torch.split(there[:edge].view(torch.int64), longs)), list(torch.split(there[edge:], ints_))
 
 
 def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCache]:
@@ -206,7 +209,8 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
 
 def remember(last: Donated[Tensor], x: Inputs, tokens_S: Tensor) -> Tensor:
     """Write each row's newest sampled token into *last* ([rows + 1] integers), for the next step's inputs of -1.
-    *Donates* last."""
+    *Donates* last.
+    """
     return last.index_copy_(0, x.last_rows, tokens_S.index_select(0, x.last_samples).to(last.dtype))
 
 

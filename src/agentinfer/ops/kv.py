@@ -184,8 +184,8 @@ def num_blocks_that_fit(
     if blocks < max(1, blocks_per_request):
         raise InvalidSetting(
             "kv_utilization",
-            f"{budget:,} bytes are left for KV ({free:,} free - {reserve:,} reserved, times {utilization}): {blocks} blocks of "
-            f"{bytes_per_block:,} bytes, but one request of max_model_len needs {max(1, blocks_per_request)}. "
-            "Lower max_model_len or reserve_gib, or raise kv_utilization",
+            f"{budget:,} bytes are left for KV ({free:,} free - {reserve:,} reserved, times {utilization}): "
+            f"{blocks} blocks of {bytes_per_block:,} bytes, but one request of max_model_len needs "
+            f"{max(1, blocks_per_request)}. Lower max_model_len or reserve_gib, or raise kv_utilization",
         )
     return blocks if most is None else min(blocks, most)

@@ -1,11 +1,12 @@
 """Root-mean-square norms and the gated activation. Float32 inside, output of the input's dtype. D model width, F gate
-width."""
+width.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -27,4 +28,4 @@ def fused_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps:
 def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
     """silu(gate) * up of `[.., 2F]`, gate first: `[.., F]`."""
     gate, up = gate_up_TF.to(torch.float32).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up).to(gate_up_TF.dtype)
+    return functional.silu(gate).mul_(up).to(gate_up_TF.dtype)

@@ -36,7 +36,8 @@ class Stream:
 @frozen(eq=False)
 class Primitives:
     """The numeric kernels that the calls of a layer are composed of. Each is defined by its torch reference of that
-    name."""
+    name.
+    """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x, weight, eps)."""
@@ -129,7 +130,7 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
             raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
         q = q if q_norm is None else p.rms_norm(q.contiguous(), q_norm, eps)
         k = k if k_norm is None else p.rms_norm(k.contiguous(), k_norm, eps)
-        q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)
+        q, k = p.rotary_embedding(x.positions, q, k, cos_sin, False)  # noqa: FBT003 - positional, as the contract of the primitive
         p.write_kv(k, v, kv, x.slots)
         return p.paged_attention(q, kv, x, scale, window).flatten(1)
 
@@ -149,8 +150,8 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
 def split_heads(qkv_TX: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the query, key and value heads: [T, N, D], [T, H, D], [T, H, D]."""
     heads = qkv_TX.view(len(qkv_TX), -1, shape.head_dim)
-    q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-    return q, k, v
+    keys, values = shape.num_heads, shape.num_heads + shape.num_kv_heads
+    return heads[:, :keys], heads[:, keys:values], heads[:, values:]
 
 
 def attend_reference(
@@ -158,7 +159,8 @@ def attend_reference(
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Ops.attend in few torch calls: queries and keys are normed and rotated together, what no layer changes is
-    computed once a step."""
+    computed once a step.
+    """
     count, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
     heads = qkv_TX.view(len(qkv_TX), -1, shape.head_dim)
     qk = heads[:, :turned]

@@ -34,7 +34,8 @@ def _known(_: Any, attribute: Attribute[Any], value: str) -> None:
 @frozen
 class RopeSpec:
     """How positions are encoded. Fields that a kind does not name are not read by it. Raises ValueError naming the
-    field."""
+    field.
+    """
 
     theta: float = field(validator=_positive)
     dim: int = field(validator=_even)
@@ -63,7 +64,7 @@ class RopeSpec:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """m(mscale) = 0.1 * mscale * ln(factor) + 1; 1 when nothing is stretched. **Source**: Peng et al. 2023 (YaRN), 3.4."""
+    """m(mscale) = 0.1 * mscale * ln(factor) + 1; 1 when nothing is stretched. **Source**: Peng et al. 2023, 3.4."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -92,7 +93,8 @@ def latent_softmax_scale(spec: RopeSpec, qk_head_dim: int) -> float:
 
 def yarn_bounds(spec: RopeSpec) -> tuple[float, float]:
     """The dimensions between which yarn blends from extrapolated to interpolated: those that turn beta_fast and
-    beta_slow times."""
+    beta_slow times.
+    """
 
     def dimension(turns: float) -> float:
         return spec.dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -141,7 +143,8 @@ def cos_sin(spec: RopeSpec, max_positions: int, device: str | torch.device = "cp
 
 def gather_rope(cos_sin_PP: Tensor, positions_T: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The factors of a number itself and of its partner, shaped for `rotate`: broadcastable to [T, N, 2, P/2]
-    (interleaved [T, N, P/2, 2])."""
+    (interleaved [T, N, P/2, 2]).
+    """
     cos, sin = cos_sin_PP.index_select(0, positions_T).chunk(2, dim=-1)
     axis = -1 if interleaved else -2
     return cos.unsqueeze(1).unsqueeze(axis), torch.stack((-sin, sin), dim=axis).unsqueeze(1)
@@ -156,7 +159,7 @@ def rotate(x_TND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
     axis = -1 if interleaved else -2
     turned = 2 * cos.shape[-2 if interleaved else -1]
     wide = x_TND[..., :turned].to(torch.float32)
-    pairs = wide.unflatten(-1, (turned // 2, 2) if interleaved else (2, turned // 2))
+    pairs = wide.view(*wide.shape[:-1], *((turned // 2, 2) if interleaved else (2, turned // 2)))
     out = torch.addcmul(pairs * cos, pairs.flip(axis), sin).flatten(-2).to(x_TND.dtype)
     return out if turned == x_TND.shape[-1] else torch.cat((out, x_TND[..., turned:]), dim=-1)
 

@@ -15,6 +15,7 @@ SamplingColumns; S samples, V vocabulary. Greedy rows never leave the device; th
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +203,7 @@ def sample(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
     if len(noisy):
         index = torch.from_numpy(noisy).to(logits.device)
         rows = (logits if len(noisy) == len(logits) else logits.index_select(0, index)).cpu().numpy()
-        fine = ok.index_select(0, index).tolist()
+        fine = cast(list[bool], ok.index_select(0, index).tolist())
         params, outputs = s.params[noisy], s.index[noisy].tolist()
         chosen = [
             choose(*survivors(row, t, k, p, least), seed, output) if good else 0
