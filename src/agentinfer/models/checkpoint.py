@@ -7,6 +7,7 @@ is authoritative; else `model.safetensors`; else all `model-*-of-*.safetensors`.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAPPED_BYTES = 8 << 20
+_WIDEST = 4  # bytes a number, float32: what is read is never wider
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -47,8 +50,10 @@ class Checkpoint:
     tensors: Mapping[str, Stored]
 
 
-Slice = Callable[[Stored, int, int, int], Tensor]
-"""(tensor, axis, start, stop) -> that part of it, on the CPU. Only valid inside of `reader`; copy what is to stay."""
+Where = tuple[slice, ...]
+"""One slice an axis, with start and stop; axes left out are whole."""
+Read = Callable[[Stored, Where], Tensor]
+"""That part of a tensor, on the CPU: a view of the mapped file, so copy it and let go of it."""
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -64,25 +69,33 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 @contextmanager
-def reader() -> Generator[Slice]:
-    """Read parts of tensors; files stay open, and what was read of them mapped, until it ends."""
+def reader() -> Generator[Read]:
+    """Read parts of tensors. At most MAPPED_BYTES of files (or one part, if larger) stay mapped between two reads."""
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
+        mapped = 0
 
-        def read(stored: Stored, axis: int, start: int, stop: int) -> Tensor:
+        def read(stored: Stored, where: Where) -> Tensor:
+            nonlocal mapped
+            touched = _rows(stored, where) * math.prod(stored.shape[1:]) * _WIDEST
+            if mapped + touched > MAPPED_BYTES:
+                handles.clear()
+                stack.close()
+                mapped = 0
+            mapped += touched
             if stored.file not in handles:
                 handles[stored.file] = stack.enter_context(_opened(stored.file))
             try:
-                part = handles[stored.file].get_slice(stored.key)
-                where = (slice(None),) * axis + (slice(start, stop),)
-                return cast("Tensor", part[where])
+                return cast(Tensor, handles[stored.file].get_slice(stored.key)[where])
             except (SafetensorError, OSError, ValueError) as e:
                 raise CheckpointError(f"{stored.file}: {stored.key}: can not be read: {e}") from e
 
-        try:
-            yield read
-        finally:
-            handles.clear()
+        yield read
+        handles.clear()
+
+
+def _rows(stored: Stored, where: Where) -> int:
+    return where[0].stop - where[0].start if where and where[0].stop is not None else stored.shape[0]
 
 
 def _indexed(folder: Path, index: Mapping[str, Any]) -> Checkpoint:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
@@ -28,13 +29,13 @@ from attrs import frozen
 from torch import Tensor
 
 from agentinfer.errors import CheckpointError, InvalidSetting
-from agentinfer.models.checkpoint import Checkpoint, Stored, reader
+from agentinfer.models.checkpoint import MAPPED_BYTES, Checkpoint, Stored, Where, reader
 from agentinfer.ops.comm import Group
 
 _log = logging.getLogger(__name__)
 
 STORED_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_COPY_BYTES = 64 << 20  # copied at once: bounds what a cast or a copy to a device takes on top
+_WIDEST = 4  # bytes a stored number, at most
 
 
 @frozen
@@ -181,21 +182,18 @@ def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None
 def load(packed: Any, found: Mapping[str, Stored], tp: Group, device: torch.device, dtype: torch.dtype) -> Any:
     """Read this rank's part of every weight of *packed* (a tree of Fused), as a tree of Tensor on *device*.
 
-    Reads only what this rank holds. On top of the weights themselves never more than one fused group is in memory.
+    Reads only what this rank holds, a few MiB at a time: little more than the weights themselves is ever in memory.
     Raises CheckpointError naming file and key for numbers that are not finite, in the file or once cast.
     """
+    with reader() as read_stored:
 
-    def one(fused: Fused) -> Tensor:
-        with reader() as read:
+        def read(spec: Spec, where: Where) -> Tensor:
+            return read_stored(found[spec.name], where)
 
-            def from_file(spec: Spec, axis: int, start: int, stop: int) -> Tensor:
-                return read(found[spec.name], axis, start, stop)
+        def label(spec: Spec) -> str:
+            return f"{found[spec.name].file}: {found[spec.name].key}"
 
-            return fill(
-                fused, from_file, tp, device, dtype, lambda spec: f"{found[spec.name].file}: {found[spec.name].key}"
-            )
-
-    return tree_map(one, packed)
+        return tree_map(lambda fused: fill(fused, read, tp, device, dtype, label), packed)
 
 
 def load_tensors(
@@ -203,55 +201,56 @@ def load_tensors(
 ) -> Any:
     """As `load`, from *tensors* by name. One that already has this rank's shape is taken whole, never cut again."""
 
-    def from_memory(spec: Spec, axis: int, start: int, stop: int) -> Tensor:
+    def read(spec: Spec, where: Where) -> Tensor:
         x = tensors[spec.name]
         if tuple(x.shape) == spec.shape:
-            return x.narrow(axis, start, stop - start)
-        if tuple(x.shape) == local_shape(spec, tp.rank, tp.size):
-            return x.narrow(axis, 0, stop - start)
-        raise CheckpointError(f"{spec.name} has shape {tuple(x.shape)}, the model wants {spec.shape}")
+            return x[where]
+        if tuple(x.shape) != local_shape(spec, tp.rank, tp.size) or spec.cut is None:
+            raise CheckpointError(f"{spec.name} has shape {tuple(x.shape)}, the model wants {spec.shape}")
+        first = part_of(spec, tp.rank, tp.size).start
+        local = list(where)
+        local[spec.cut] = slice(where[spec.cut].start - first, where[spec.cut].stop - first)
+        return x[tuple(local)]
 
-    return tree_map(lambda fused: fill(fused, from_memory, tp, device, dtype, lambda spec: spec.name), packed)
+    return tree_map(lambda fused: fill(fused, read, tp, device, dtype, lambda spec: spec.name), packed)
 
 
-Read = Callable[[Spec, int, int, int], Tensor]
-"""(weight, axis, start, stop) -> that part of the whole weight."""
+Read = Callable[[Spec, Where], Tensor]
+"""(weight, slices of the whole of it) -> that part."""
 
 
 def fill(
     fused: Fused, read: Read, tp: Group, device: torch.device, dtype: torch.dtype, label: Callable[[Spec], str]
 ) -> Tensor:
     """One fused tensor of this rank. It starts as NaN, so a hole would show; *label* names a weight in an error."""
-    out = torch.full(
-        fused_shape(fused, tp.rank, tp.size), torch.nan, dtype=fused.parts[0].dtype or dtype, device=device
-    )
-    row = 0
-    places: list[tuple[Spec, Tensor]] = []
-    for spec in fused.parts:
-        rows = local_shape(spec, tp.rank, tp.size)[0]
-        place = out.narrow(0, row, rows)
+    shape = fused_shape(fused, tp.rank, tp.size)
+    out = torch.full(shape, torch.nan, dtype=fused.parts[0].dtype or dtype, device=device)
+    rows = [local_shape(spec, tp.rank, tp.size)[0] for spec in fused.parts]
+    places = torch.split(out, rows)
+    for spec, place in zip(fused.parts, places, strict=True):
         _fill_part(place, spec, read, tp)
-        places.append((spec, place))
-        row += rows
     if not _finite(out):
-        bad = [label(spec) for spec, place in places if not _finite(place)]
+        bad = [label(spec) for spec, place in zip(fused.parts, places, strict=True) if not _finite(place)]
         raise CheckpointError(f"{'; '.join(bad)}: holds NaN or infinity, or numbers too large for {out.dtype}")
     return out
 
 
 def _fill_part(place: Tensor, spec: Spec, read: Read, tp: Group) -> None:
-    axis = spec.cut or 0
-    full = spec.shape[axis]
-    part = Part(0, full, full) if spec.cut is None else part_of(spec, tp.rank, tp.size)
-    held = part.stop - part.start
-    if held:
-        source = read(spec, axis, part.start, part.stop)
-        target = place.narrow(axis, 0, held)
-        step = max(1, _COPY_BYTES // max(1, source[:1].numel() * source.element_size()))
-        for at in range(0, len(source), step):
-            target[at : at + step].copy_(source[at : at + step])
-    if held < part.length:
-        place.narrow(axis, held, part.length - held).zero_()
+    """Copy what this rank holds of *spec* into *place*, some rows at a time; what is padding becomes zero."""
+    parts = [Part(0, n, n) for n in spec.shape]
+    if spec.cut is not None:
+        parts[spec.cut] = part_of(spec, tp.rank, tp.size)
+    rows, *columns = parts
+    width = max(1, math.prod(spec.shape[1:]) * _WIDEST)
+    step = max(1, MAPPED_BYTES // width)
+    held = tuple(slice(0, p.stop - p.start) for p in columns)
+    across = tuple(slice(p.start, p.stop) for p in columns)
+    for axis, p in enumerate(parts):
+        place.narrow(axis, p.stop - p.start, p.length - (p.stop - p.start)).zero_()
+    if all(p.start < p.stop for p in columns):
+        for at in range(rows.start, rows.stop, step):
+            end = min(at + step, rows.stop)
+            place[(slice(at - rows.start, end - rows.start), *held)].copy_(read(spec, (slice(at, end), *across)))
 
 
 def _finite(x: Tensor) -> bool:
