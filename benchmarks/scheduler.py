@@ -76,12 +76,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     rows = [
-        {"policy": name, **compare(n, policy, args.steps)} for name, policy in POLICIES.items() for n in (8, 64, 256, 1024)
+        {"policy": name, **compare(n, policy, args.steps)}
+        for name, policy in POLICIES.items()
+        for n in (8, 64, 256, 1024)
     ]
     for row in rows:
-        print("{policy:>10} {rows:5} rows: {us:8.1f} us, yardstick {yardstick_us:8.1f} us, ratio {ratio:.2f}".format(**row))
+        print(
+            "{policy:>10} {rows:5} rows: {us:8.1f} us, yardstick {yardstick_us:8.1f} us, ratio {ratio:.2f}".format(
+                **row
+            )
+        )
     if args.json:
-        args.json.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "steps": rows}, indent=1))
+        args.json.write_text(
+            json.dumps({"machine": platform.processor() or platform.machine(), "steps": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

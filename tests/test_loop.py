@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from tiny import write_tiny
 
 from agentinfer.build import Settings
 from agentinfer.errors import AgentInferError, InvalidRequest
@@ -24,6 +23,7 @@ from agentinfer.state.policy import POLICIES, Turn
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
 from agentinfer.steps import prefill_step
+from tiny import write_tiny
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 FIRST = (2, 2, 5, 5, 5, 6, 8, 8)
@@ -48,7 +48,9 @@ def naive(engine: Engine, prompt: list[int], n: int) -> tuple[list[int], float]:
     """Greedy tokens by recomputing everything for each token, and the smallest top-2 margin on the way."""
     m, tokens, margin = engine.machine, list(prompt), float("inf")
     for _ in range(n):
-        kv = allocate([layer.layout for layer in engine.world.device.kv.layers], 64, 1, 64, m.ranks.device, float("nan"))
+        kv = allocate(
+            [layer.layout for layer in engine.world.device.kv.layers], 64, 1, 64, m.ranks.device, float("nan")
+        )
         x, kv = by_hand(kv, [tokens], [0], [list(range(1, 65))])
         logits, kv = prefill_step(m, kv, x)
         best = torch.topk(logits[0], 2).values
@@ -159,7 +161,8 @@ def test_preempted_sequence_goes_on_where_it_was(folder: Path) -> None:
             out.discard(generated)
             engine.reset(rewind(engine.world.state, engine.world.state))
     assert done.output == want.output_ids
-    assert (0, 9) in starts and (0, 11) in starts
+    assert (0, 9) in starts
+    assert (0, 11) in starts
 
 
 def test_fork_shares_and_diverges(folder: Path) -> None:
@@ -190,7 +193,8 @@ def test_nan_logits_fail_one_request(folder: Path, answers: list[tuple[int, ...]
     engine = open_engine(folder, small(prefix_cache=False))
     engine.machine.weights.embed[50] = float("nan")
     results = generate(engine, [*PROMPTS[:3], [1, 2, 50], *PROMPTS[3:]], GREEDY)
-    assert results[3].finish_reason == "error" and "not finite" in str(results[3].error)
+    assert results[3].finish_reason == "error"
+    assert "not finite" in str(results[3].error)
     assert outputs([*results[:3], *results[4:]]) == answers
     assert engine.world.state.pool.num_available == 80
 
@@ -200,7 +204,7 @@ def test_nan_logits_fail_one_request(folder: Path, answers: list[tuple[int, ...]
 def test_a_step_that_raises_fails_its_requests_only(
     folder: Path, answers: list[tuple[int, ...]], at: int, *, overlap: bool
 ) -> None:
-    """Requests of a failed step end with its error, their blocks return, later ones are served, and a trace agrees."""
+    """Requests of a failed step end with its error, their blocks return, others are served, and a trace agrees."""
     engine = open_engine(folder, small(overlap=overlap, max_num_seqs=4, num_blocks=100))
     calls = itertools.count()
     forward = engine.machine.model.forward
@@ -215,7 +219,8 @@ def test_a_step_that_raises_fails_its_requests_only(
     engine.note = lambda event, state: events.append((event, digest(state)))
     results = generate(engine, PROMPTS, GREEDY)
     failed = [i for i, r in enumerate(results) if r.error is not None]
-    assert failed and all("RuntimeError: the device fell over" in str(results[i].error) for i in failed)
+    assert failed
+    assert all("RuntimeError: the device fell over" in str(results[i].error) for i in failed)
     assert len(failed) <= 4
     for i, result in enumerate(results):
         assert i in failed or result.output_ids == answers[i]
@@ -230,7 +235,9 @@ def test_refused_prompts_fail_alone(folder: Path, answers: list[tuple[int, ...]]
     engine = open_engine(folder, small())
     results = generate(engine, [PROMPTS[0], [], [96], [1] * 256, PROMPTS[1]], GREEDY)
     assert [r.finish_reason for r in results[1:4]] == ["rejected"] * 3
-    assert ["no tokens" in str(results[1].error), "96" in str(results[2].error), "256" in str(results[3].error)] == [True] * 3
+    assert ["no tokens" in str(results[1].error), "96" in str(results[2].error), "256" in str(results[3].error)] == [
+        True
+    ] * 3
     assert [results[0].output_ids, results[4].output_ids] == [answers[0], answers[1]]
     with pytest.raises(InvalidRequest, match="tokenizer"):
         engine.add(Request(tuple(map(int, next(stream(engine, "words")).token_ids))))
@@ -264,7 +271,7 @@ def test_closing_a_stream_gives_everything_back(folder: Path) -> None:
 
 
 def test_eos_stop_ids_and_min_tokens(folder: Path) -> None:
-    """SMP-11: an end or stop id ends with "stop" and its id; ignore_eos ignores the model's own only; min_tokens waits."""
+    """SMP-11: an end or stop id ends with "stop"; ignore_eos ignores the model's own only; min_tokens waits."""
     engine = open_engine(folder, small())
     (free,) = generate(engine, [PROMPTS[2]], GREEDY)
     stop = free.output_ids[4]
@@ -278,7 +285,8 @@ def test_eos_stop_ids_and_min_tokens(folder: Path) -> None:
     both = generate(engine, [PROMPTS[2]], evolve(GREEDY, ignore_eos=True, stop_token_ids=(stop,)))
     assert both[0].output_ids == stopped.output_ids
     later = generate(engine, [PROMPTS[2]], evolve(GREEDY, min_tokens=first + 1))[0]
-    assert stop not in later.output_ids[: first + 1] and len(later.output_ids) > first + 1
+    assert stop not in later.output_ids[: first + 1]
+    assert len(later.output_ids) > first + 1
 
 
 def test_advance_is_the_whole_engine(folder: Path) -> None:

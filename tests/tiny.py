@@ -1,4 +1,4 @@
-"""A tiny Qwen3 checkpoint with random weights, written without transformers: for tests of what stands above the model."""
+"""A tiny Qwen3 checkpoint with random weights, written without transformers, for tests above the model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ CONFIG = {
 }
 
 
-def write_tiny(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: object
-) -> Path:
+def write_tiny(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: object) -> Path:
     """A checkpoint in *folder*. *change* may edit the tensors before they are saved; *config* overrides fields."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))

@@ -44,7 +44,9 @@ def _between(low: float, high: float, *, open_low: bool) -> Any:
             return
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high or (open_low and value == low):
-            raise InvalidSetting(attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}")
+            raise InvalidSetting(
+                attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}"
+            )
 
     return check
 
@@ -136,7 +138,7 @@ def _layouts(model: Model, settings: Settings, ranks: Ranks) -> tuple[KvLayout, 
     return kv_layout(model, ranks.tp.size, settings.block_size)
 
 
-def _limits(  # noqa: PLR0913 - what a size depends on
+def _limits(
     model: Model,
     settings: Settings,
     eos_ids: tuple[int, ...],
@@ -209,7 +211,7 @@ class MemoryPlan:
     """How many of them the pool holds at once."""
 
 
-def memory_plan(  # noqa: PLR0913 - one a column of the table
+def memory_plan(
     folder: Path,
     *,
     memory_gib: float,

@@ -1,4 +1,4 @@
-"""advance, and the few ways to drive it: run, generate, stream, or three calls of your own. The only clock, the only queues."""
+"""advance, and the ways to drive it: run, generate, stream, or three calls of your own. The only clock and queues."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[Eng
 
 @define(eq=False)
 class Engine:
-    """The one mutable thing: a machine and the world it works on. Three calls for a loop of your own:
+    """The one mutable thing: a machine and the world it works on.
 
-    `add` a request, `step` while `unfinished`, read what each step's Output says.
+    Three calls make a loop of your own: `add` a request, `step` while `unfinished`, read each step's Output.
     """
 
     machine: Machine
@@ -95,7 +95,7 @@ class Engine:
     text: Text | None
     """The checkpoint's tokenizer and chat template; None: it speaks in token ids only."""
     note: Note = silent
-    names: dict[str, SeqId] = field(factory=dict)
+    names: dict[str, SeqId] = field(factory=dict[str, SeqId])
     """Live sequences that clients named themselves."""
 
     @property
@@ -216,7 +216,7 @@ def generate(
 
 
 def run(engine: Engine, seqs: Iterable[SeqId]) -> Iterator[Finished]:
-    """Step until all of *seqs* have ended, giving each as it ends. What is left is aborted if the caller stops early."""
+    """Step until all of *seqs* have ended, giving each as it ends; what is left is aborted if the caller stops."""
     left = set(seqs)
     try:
         while left:
@@ -253,7 +253,9 @@ def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingPara
             if output is None:
                 continue
             done = next((one for one in output.finished if one.seq == seq), None)
-            tokens = tuple(token for one, token in zip(ints(output.seqs), ints(output.tokens), strict=True) if one == seq)
+            tokens = tuple(
+                token for one, token in zip(ints(output.seqs), ints(output.tokens), strict=True) if one == seq
+            )
             live = done is None
             piece = ""
             shown = tokens[:-1] if done is not None and done.reason == "stop" else tokens
@@ -268,7 +270,7 @@ def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingPara
 
 
 def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:
-    """The prompt as token ids. Raises InvalidRequest if it is text and there is no tokenizer, or if it has no tokens."""
+    """The prompt as token ids. Raises InvalidRequest if it is text and there is no tokenizer."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if text is None:

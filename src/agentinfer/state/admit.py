@@ -33,11 +33,14 @@ def validate(limits: Limits, request: Request) -> None:
         if ids and max(ids) >= limits.vocab_size:
             raise InvalidRequest(name, f"token id {max(ids)} is outside the vocabulary of {limits.vocab_size}")
     if prompt >= limits.max_model_len:
-        raise InvalidRequest("prompt", f"has {prompt} tokens; max_model_len {limits.max_model_len} leaves no room for output")
+        raise InvalidRequest(
+            "prompt", f"has {prompt} tokens; max_model_len {limits.max_model_len} leaves no room for output"
+        )
     limit = limit_of(limits, request)
     if limit > limits.max_model_len:
         raise InvalidRequest(
-            "max_tokens", f"prompt {prompt} + max_tokens {params.max_tokens} is more than max_model_len {limits.max_model_len}"
+            "max_tokens",
+            f"prompt {prompt} + max_tokens {params.max_tokens} is more than max_model_len {limits.max_model_len}",
         )
     if prompt + params.min_tokens > limit:
         raise InvalidRequest("min_tokens", f"prompt {prompt} + min_tokens {params.min_tokens} is more than {limit}")
@@ -110,7 +113,7 @@ def _unqueue(state: EngineState, seqs: set[SeqId]) -> EngineState:
     requeued = tuple(w for w in state.requeued if w.seq not in seqs)
     if len(state.requeued) - len(requeued) == len(seqs):
         return evolve(state, requeued=requeued)
-    return evolve(state, requeued=requeued, waiting=Queue.of(w for w in state.waiting if w.seq not in seqs))
+    return evolve(state, requeued=requeued, waiting=Queue[Waiting].of(w for w in state.waiting if w.seq not in seqs))
 
 
 def fork(
@@ -134,7 +137,8 @@ def fork(
     if len(chosen) != n:
         raise ValueError(f"{len(chosen)} seeds for {n} children")
     children = tuple(
-        Waiting(SeqId(state.next_seq + i), request, seed if s is None else s, tokens, parent) for i, s in enumerate(chosen)
+        Waiting(SeqId(state.next_seq + i), request, seed if s is None else s, tokens, parent)
+        for i, s in enumerate(chosen)
     )
     state = evolve(state, next_seq=state.next_seq + n, requeued=(*state.requeued, *children))
     return state, tuple(child.seq for child in children)

@@ -58,8 +58,8 @@ class BlockPool:
         """All of blocks 1 .. num_blocks free."""
         refs = np.zeros(num_blocks + 1, np.int32)
         seal(refs)
-        free = Queue.of(BlockId(b) for b in range(1, num_blocks + 1))
-        return cls(refs, free, HashTrieMap(), Queue.of(), HashTrieMap(), HashTrieMap(), 0)
+        free = Queue[BlockId].of(BlockId(b) for b in range(1, num_blocks + 1))
+        return cls(refs, free, HashTrieMap(), Queue[tuple[BlockId, int]].of(), HashTrieMap(), HashTrieMap(), 0)
 
     @property
     def num_available(self) -> int:
@@ -154,7 +154,9 @@ class PoolDraft:
             else:
                 self.free = self.free.push(block)
         if len(self.lru) > 64 + 2 * len(refs):
-            self.lru = Queue.of(entry for entry in self.lru if self.cached.get(entry[0]) == entry[1])
+            self.lru = Queue[tuple[BlockId, int]].of(
+                entry for entry in self.lru if self.cached.get(entry[0]) == entry[1]
+            )
 
     def find(self, parent: BlockId, salt: str | None, tokens: tuple[int, ...]) -> tuple[BlockId | None, int]:
         """The registered block with this content after *parent*, if any, and the content's hash."""

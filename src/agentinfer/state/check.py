@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from agentinfer.state.blocks import ROOT, BlockPool
 from agentinfer.state.engine import EngineState, known_tokens
-from agentinfer.state.ids import cdiv, ints
+from agentinfer.state.ids import BlockId, cdiv, ints
 from agentinfer.state.sequence import Running
 
 
@@ -61,7 +61,7 @@ def _running(state: EngineState, run: Running) -> Iterator[str]:
         yield f"a block twice in its table, or the sink: {run.blocks}"
     if computed % size and cols.tail_block[row] != run.blocks[-1]:
         yield f"tail_block {cols.tail_block[row]}, its last block is {run.blocks[-1]}"
-    if not known_tokens(run, known, cols.tail)[: len(run.request.prompt)] == run.request.prompt:
+    if known_tokens(run, known, cols.tail)[: len(run.request.prompt)] != run.request.prompt:
         yield "its tokens do not begin with its prompt"
     if known and cols.tail[row, (known - 1) % size] != known_tokens(run, known, cols.tail)[-1]:
         yield "the tail lost the last known token"
@@ -100,16 +100,18 @@ def _pool(state: EngineState) -> Iterator[str]:
     refs = ints(pool.refs)
     if len(refs) != n + 1 or refs[0] != 0:
         yield f"{len(refs)} reference counts for {n} blocks and the sink (held {refs[0]} times)"
-    for block in range(1, n + 1):
+    blocks = [BlockId(b) for b in range(1, n + 1)]
+    for block in blocks:
         if refs[block] != held[block]:
             yield f"block {block} has {refs[block]} references, {held[block]} tables hold it"
-    referenced = {block for block in range(1, n + 1) if refs[block] > 0}
+    referenced = {block for block in blocks if refs[block] > 0}
     if sorted([*free, *cached, *referenced]) != list(range(1, n + 1)):
-        yield f"free {sorted(free)}, cached {sorted(cached)} and referenced {sorted(referenced)} do not add up to {n} blocks"
+        places = f"free {sorted(free)}, cached {sorted(cached)}, referenced {sorted(referenced)}"
+        yield f"{places} do not add up to {n} blocks"
     yield from _cache(pool, free)
 
 
-def _cache(pool: BlockPool, free: list[int]) -> Iterator[str]:
+def _cache(pool: BlockPool, free: list[BlockId]) -> Iterator[str]:
     if {block for block in free if block in pool.keys}:
         yield "a free block is registered"
     if len(pool.index) != len(pool.keys):

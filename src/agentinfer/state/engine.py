@@ -54,7 +54,7 @@ def initial(limits: Limits) -> EngineState:
         limits=limits,
         step=0,
         next_seq=0,
-        waiting=Queue.of(),
+        waiting=Queue[Waiting].of(),
         requeued=(),
         rows=(None,) * (limits.max_num_seqs + 1),
         order=order,

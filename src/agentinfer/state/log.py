@@ -32,7 +32,7 @@ class Log(Generic[T]):
         """This log and one more item."""
         items = self._items if len(self._items) == self._size else self._items[: self._size]
         items.append(item)
-        new: Log[T] = object.__new__(Log)
+        new: Log[T] = object.__new__(type(self))
         new._items, new._size = items, self._size + 1
         return new
 
@@ -65,10 +65,10 @@ class Queue(Generic[T]):
     log: Log[T]
     head: int = 0
 
-    @classmethod
-    def of(cls, items: Iterable[T] = ()) -> Queue[T]:
+    @staticmethod
+    def of(items: Iterable[T] = ()) -> Queue[T]:
         """A queue of *items*, the first one at its head."""
-        return cls(Log(items))
+        return Queue(Log(items))
 
     def __len__(self) -> int:
         return len(self.log) - self.head

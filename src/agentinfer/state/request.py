@@ -17,7 +17,9 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Any:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not good or value > high or value < low or (open_low and value == low):
-            raise InvalidRequest(attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}")
+            raise InvalidRequest(
+                attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}"
+            )
 
     return check
 

@@ -208,7 +208,7 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols, row, tokens, request = draft.cols, run.row, waiting.tokens, waiting.request
     size, params = draft.limits.block_size, request.params
     prompt = len(request.prompt)
-    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(draft.limits.eos_ids))
+    stop = {*params.stop_token_ids, *(() if params.ignore_eos else draft.limits.eos_ids)}
     if len(stop) > cols.stop.shape[1]:
         wider = np.full((len(cols.seq), len(stop)), -1, np.int32)
         wider[:, : cols.stop.shape[1]] = cols.stop
@@ -230,7 +230,15 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     tail[row] = 0
     tail[row, : len(tokens) - full] = tokens[full:]
     tail[row, (len(tokens) - 1) % size] = tokens[-1]
-    fields = (params.temperature, params.top_p, params.min_p, params.top_k, run.seed, prompt, prompt + params.min_tokens)
+    fields = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        run.seed,
+        prompt,
+        prompt + params.min_tokens,
+    )
     cols.own("params").view(PARAMS)[row] = fields
 
 
@@ -314,7 +322,7 @@ def _leave_queues(draft: _Draft) -> tuple[Queue[Waiting], tuple[Waiting, ...]]:
     while left and waiting.peek().seq in admitted:
         waiting, left = waiting.pop(), left - 1
     if left:
-        waiting = Queue.of(w for w in waiting if w.seq not in admitted)
+        waiting = Queue[Waiting].of(w for w in waiting if w.seq not in admitted)
     return waiting, tuple(sorted([*draft.preempted, *requeued], key=lambda w: w.seq))
 
 
@@ -346,7 +354,7 @@ def _layout(draft: _Draft, rows: I32, start: I32, count: I32) -> tuple[I64, I32,
     slots[ends[single] - 1], inputs[ends[single] - 1] = _layout_single(draft, rows[single], start[single])
     for row, first, n, end in zip(*(ints(x[~single]) for x in (rows, start, count, ends)), strict=True):
         run = draft.running(row)
-        position = np.arange(first, first + n)
+        position = np.arange(first, first + n, dtype=np.int64)
         blocks = np.array(run.blocks, np.int64)
         slots[end - n : end] = blocks[position // size] * size + position % size
         inputs[end - n : end] = known_tokens(run, int(cols.known[row]), cols.tail)[first : first + n]
@@ -365,7 +373,9 @@ def _layout_single(draft: _Draft, rows: I32, start: I32) -> tuple[I64, I32]:
     if some(in_flight):
         inputs[in_flight] = -1
     if some(early):  # a one-position chunk in the middle of a prompt
-        for i, row, position in zip(*(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True):
+        for i, row, position in zip(
+            *(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True
+        ):
             run = draft.running(row)
             full = position // size
             inputs[i] = run.tokens[full][position % size] if full < len(run.tokens) else cols.tail[row, position % size]

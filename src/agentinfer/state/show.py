@@ -22,7 +22,8 @@ def table(title: str, head: Sequence[str], lines: Iterable[Sequence[object]]) ->
     rows = [tuple(line) for line in lines]
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        "<tr>" + "".join(f"<td style='text-align:right'>{escape(str(x))}</td>" for x in row) + "</tr>" for row in rows[:_MOST]
+        "<tr>" + "".join(f"<td style='text-align:right'>{escape(str(x))}</td>" for x in row) + "</tr>"
+        for row in rows[:_MOST]
     )
     if len(rows) > _MOST:
         body += f"<tr><td colspan='{len(head)}'>and {len(rows) - _MOST} more</td></tr>"
@@ -54,7 +55,9 @@ def pool_html(pool: BlockPool) -> str:
         where, colour = _place(pool, BlockId(block), refs)
         squares.append(f"<span title='block {block}: {where}' style='color:{colour}'>&#9632;</span>")
     held = int((pool.refs > 0).sum())
-    title = f"BlockPool: {len(pool.free)} free, {len(pool.cached)} cached, {held} referenced, {len(pool.keys)} registered"
+    title = (
+        f"BlockPool: {len(pool.free)} free, {len(pool.cached)} cached, {held} referenced, {len(pool.keys)} registered"
+    )
     return f"<div><b>{escape(title)}</b><br>{''.join(squares)}</div>"
 
 
@@ -83,4 +86,4 @@ def plan_html(plan: Plan) -> str:
 def short(blocks: Sequence[int]) -> str:
     """A block table in few words."""
     shown = " ".join(str(block) for block in blocks[:8])
-    return shown if len(blocks) <= 8 else f"{shown} .. {blocks[-1]} ({len(blocks)})"  # noqa: PLR2004 - what fits a cell
+    return shown if len(blocks) <= 8 else f"{shown} .. {blocks[-1]} ({len(blocks)})"

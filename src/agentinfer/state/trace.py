@@ -54,8 +54,8 @@ def decode_event(data: Mapping[str, Any]) -> Event:
     kind = getattr(events_module, str(data.get("event")), None)
     try:
         if kind is Arrived:
-            asked = dict(fields["request"])
-            return Arrived(Request(**{**asked, "params": SamplingParams(**asked["params"])}))
+            asked = fields["request"]
+            return Arrived(Request(asked["prompt"], SamplingParams(**asked["params"]), asked["salt"]))
         if kind in (Aborted, Forked, Stepped, Landed, Failed):
             return kind(**fields)
     except (KeyError, TypeError, ValueError) as error:
