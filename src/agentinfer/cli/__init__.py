@@ -1,0 +1,12 @@
+"""The command line: `agentinfer generate | chat | plan | env | replay | demo`. Everything below it, and nothing above.
+
+Standard output holds what was asked for, standard error everything else. Exit status: 0 all went well; 1 a request was
+refused or failed, or a replay disagrees; 2 wrong usage or a wrong model, with one line that says what and why; 130
+interrupted; 141 nobody read the output to its end.
+"""
+
+from __future__ import annotations
+
+from agentinfer.cli.entry import main
+
+__all__ = ["main"]

@@ -1,0 +1,67 @@
+"""From arguments to an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from agentinfer.cli.flags import make_parser
+from agentinfer.cli.usage import Broken, Usage, complain
+
+INTERRUPTED = 130
+"""As a shell reports a program that SIGINT ended."""
+UNREAD = 141
+"""As a shell reports a program that SIGPIPE ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. *argv*: without the program's name; None: those of this process.
+
+    Raises SystemExit(0) after `--help` and `--version`, as argparse does; no other exception for what a user can cause.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can not show a character shows another
+    try:
+        status = run(make_parser().parse_args(argv))
+        sys.stdout.flush()
+    except Usage as error:
+        complain(error)
+        return 2
+    except Broken as error:
+        complain(error)
+        return 1
+    except BrokenPipeError:
+        _silence()
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that *args* name. Its module, and what it needs, is imported now and not before."""
+    match args.command:
+        case "generate":
+            from agentinfer.cli import generate as command
+        case "chat":
+            from agentinfer.cli import chat as command
+        case "plan":
+            from agentinfer.cli import plan as command
+        case "env":
+            from agentinfer.cli import env as command
+        case "replay":
+            from agentinfer.cli import replay as command
+        case _:
+            from agentinfer.cli import demo as command
+    return command.run(args)
+
+
+def _silence() -> None:
+    """Nobody reads standard output any more: let the interpreter's last flush go nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # it has no file, so there is nothing to flush
+        return

@@ -1,0 +1,285 @@
+"""The flags of every command. Knows names, types and ranges; must not know what a command does.
+
+Imports nothing heavy: `agentinfer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import agentinfer
+from agentinfer.cli.usage import Usage, line
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+MODEL = "a model folder, the id of a model on the Hugging Face hub, or 'demo'"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mutable, as argparse makes it. Its errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Usage(f"{self.prog.removeprefix('agentinfer').strip() or 'usage'}: {line(message)} (see --help)")
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """Reads an integer of at least *least*."""
+
+    def read(given: str) -> int:
+        try:
+            value = int(given)
+        except ValueError:
+            value = None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {given!r}")
+        return value
+
+    return read
+
+
+def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
+    """Reads a number in [low, high]; in (low, high] if *above*."""
+
+    def read(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value) or (above and value == low):
+            ends = f"{'(' if above else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+            raise argparse.ArgumentTypeError(f"must be a number in {ends}, not {given!r}")
+        return value
+
+    return read
+
+
+def token_ids(given: str) -> tuple[int, ...]:
+    """Reads `1,2,3`; nothing is no ids."""
+    try:
+        return tuple(int(part) for part in given.split(",")) if given.strip() else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be token ids with commas between them, not {given!r}") from None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. Raises Usage where argparse would exit with an error."""
+    top = _Parser(
+        prog="agentinfer",
+        description="Language model inference, with the whole engine in plain view.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"agentinfer {agentinfer.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, says: str, **more: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=says, description=says, allow_abbrev=False, **more)
+
+    generate = command("generate", "Complete prompts, all of them together.", epilog=_GENERATE)
+    generate.add_argument("model", metavar="MODEL", help=MODEL)
+    _prompts(generate)
+    _sampling(generate)
+    _engine(generate)
+    generate.add_argument(
+        "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"
+    )
+    generate.add_argument("--json", action="store_true", help="print JSON only: one object a prompt, in their order")
+
+    chat = command("chat", "Talk with a model that has a chat template.", epilog=_CHAT)
+    chat.add_argument("model", metavar="MODEL", help=MODEL)
+    chat.add_argument("--system", metavar="TEXT", help="what the system message says")
+    _sampling(chat)
+    _engine(chat)
+
+    plan = command("plan", "What a model needs in memory, and how long a context fits.")
+    plan.add_argument("model", metavar="MODEL", help=MODEL)
+    _plan(plan)
+
+    env = command("env", "Versions, devices, providers of kernels, caches.")
+    env.add_argument("--json", action="store_true", help="print one JSON object")
+
+    replay = command(
+        "replay", "Live through a recorded run again, without a model, and compare every state.", epilog=_REPLAY
+    )
+    replay.add_argument("file", metavar="FILE", type=Path, help="what 'generate --record' wrote")
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
+
+    demo = command("demo", "A small real model answers a question, alone and in a batch of 8.")
+    demo.add_argument(
+        "--question", metavar="TEXT", default="Why is the sky blue?", help="what to ask (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--max-tokens", metavar="N", type=integer(1), default=96, help="length of an answer (default: %(default)s)"
+    )
+    return top
+
+
+_GENERATE = (
+    "Without --json, one prompt's text is streamed; several come as blocks. Exit status: 0; 1 if a prompt was refused "
+    "or failed (alone: the others go on); 2 for wrong usage or a wrong model. A JSON object has index, prompt_ids, "
+    "output_ids, text (null without a tokenizer), finish_reason (stop, length, abort, error, rejected), cached_tokens, "
+    "error (null if all went well)."
+)
+_CHAT = (
+    "/quit or ctrl-d ends it, /new forgets the conversation, ctrl-c ends an answer early. Reads questions from a pipe, "
+    "too, one a line."
+)
+_REPLAY = "Exit status: 0 if all digests agree, 1 if one differs, 2 if FILE is no trace or a damaged one."
+
+
+def _prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts", "each may be given several times; their order is kept")
+    group.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        dest="prompts",
+        action="append",
+        type=_text,
+        help="text, completed as it stands (no chat template)",
+    )
+    group.add_argument("--prompt-ids", metavar="1,2,3", dest="prompts", action="append", type=_ids, help="token ids")
+    group.add_argument(
+        "--prompts-file", metavar="F.jsonl", dest="prompts", action="append", type=_file,
+        help='lines {"prompt": TEXT} or {"prompt_ids": [...]}; - is standard input',
+    )  # fmt: skip
+
+
+def _text(given: str) -> tuple[str, str]:
+    return "prompt", given
+
+
+def _ids(given: str) -> tuple[str, tuple[int, ...]]:
+    return "prompt_ids", token_ids(given)
+
+
+def _file(given: str) -> tuple[str, str]:
+    return "prompts_file", given
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=integer(1),
+        help="tokens to generate at most (default: to the end of max-model-len)",
+    )
+    group.add_argument(
+        "--temperature", metavar="T", type=number(0, 1e6), default=0.0,
+        help="0 always takes the likeliest token, which is the default here (the library's is 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--top-p",
+        metavar="P",
+        type=number(0, 1, above=True),
+        default=1.0,
+        help="sample from the likeliest tokens that have this much probability together (default: 1, off)",
+    )
+    group.add_argument(
+        "--top-k", metavar="K", type=integer(-1), default=0, help="sample from the K likeliest tokens (default: 0, off)"
+    )
+    group.add_argument(
+        "--min-p",
+        metavar="P",
+        type=number(0, 1),
+        default=0.0,
+        help="leave out tokens less likely than P times the likeliest (default: 0, off)",
+    )
+    group.add_argument(
+        "--seed",
+        metavar="S",
+        type=integer(0),
+        help="of every prompt's noise: the same seed and prompt give the same tokens, whatever else is in the batch",
+    )
+    group.add_argument(
+        "--stop-token-ids",
+        metavar="1,2",
+        type=token_ids,
+        default=(),
+        help="token ids that end an output, beside the model's own",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="(default: %(default)s)")
+    group.add_argument(
+        "--policy", choices=("reserve", "throughput"), default="throughput",
+        help="reserve: prompts first, never preempts; throughput: mixed batches, preempts (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--block-size", metavar="N", type=integer(1), default=16, help="tokens a KV block (default: %(default)s)"
+    )
+    group.add_argument("--num-blocks", metavar="N", type=integer(1), help="KV blocks (default: what fits)")
+    group.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=integer(1),
+        help="tokens of prompt and output together (default: the model's)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        metavar="N",
+        type=integer(1),
+        default=64,
+        help="sequences that run at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=integer(1),
+        default=2048,
+        help="positions that one step computes at most (default: %(default)s)",
+    )
+    _memory(group)
+    group.add_argument(
+        "--kv-gib",
+        metavar="G",
+        type=number(0, math.inf, above=True),
+        help="memory for KV in GiB (default: what is left; 2 on a CPU)",
+    )
+    group.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of an equal beginning")
+    group.add_argument("--no-overlap", action="store_true", help="plan a step only after the one before it has landed")
+
+
+def _memory(group: Any) -> None:
+    group.add_argument(
+        "--kv-utilization",
+        metavar="F",
+        type=number(0, 1, above=True),
+        default=0.85,
+        help="part of the free memory that KV may take (default: %(default)s)",
+    )
+    group.add_argument(
+        "--reserve-gib",
+        metavar="G",
+        type=number(0, math.inf),
+        default=2.0,
+        help="memory to leave alone in GiB (default: %(default)s)",
+    )
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-gib",
+        metavar="G",
+        type=number(0, math.inf, above=True),
+        help="memory of one device in GiB (default: this machine's)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    parser.add_argument(
+        "--tp", metavar="N", type=integer(1), default=1, help="devices that share the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--block-size", metavar="N", type=integer(1), default=16, help="tokens a KV block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-model-len", metavar="N", type=integer(1), help="tokens of the longest sequence (default: the model's)"
+    )
+    _memory(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,0 +1,102 @@
+"""An engine for a command: found, opened, put away. Turns every error of that into one line."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import logging.handlers
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from agentinfer.cli.locate import locate
+from agentinfer.cli.usage import Usage, complain, flag, line
+from agentinfer.errors import AgentInferError, InvalidRequest, InvalidSetting
+from agentinfer.state.request import SamplingParams
+
+if TYPE_CHECKING:
+    from agentinfer.build import Settings
+    from agentinfer.loop import Engine
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Generator[Engine]:
+    """The engine that *args* ask for, its model loaded. Raises Usage for a wrong model or setting."""
+    with one_line(args):
+        from agentinfer.loop import open_engine
+
+        engine = open_engine(locate(args.model), settings_of(args))
+    gc.freeze()  # what is there now stays: the collector need not look at it again
+    try:
+        yield engine
+    finally:
+        gc.unfreeze()
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings of the flags. Raises InvalidSetting."""
+    from agentinfer.build import Settings
+
+    return Settings(
+        dtype=args.dtype,
+        device=args.device,
+        policy=args.policy,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_utilization=args.kv_utilization,
+        reserve_gib=args.reserve_gib,
+        kv_gib=args.kv_gib,
+        prefix_cache=not args.no_prefix_cache,
+        overlap=not args.no_overlap,
+    )
+
+
+def params_of(args: argparse.Namespace) -> SamplingParams:
+    """How the flags say to sample. Raises Usage."""
+    try:
+        return SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            seed=args.seed,
+            stop_token_ids=args.stop_token_ids,
+            ignore_eos=args.ignore_eos,
+        )
+    except InvalidRequest as error:
+        raise Usage(flagged(args, error)) from error
+
+
+def flagged(args: argparse.Namespace, error: InvalidRequest | InvalidSetting) -> str:
+    """What *error* says, with the flag instead of the field where there is one."""
+    said = str(error)
+    return flag(error.field) + said.removeprefix(error.field) if hasattr(args, error.field) else said
+
+
+@contextmanager
+def one_line(args: argparse.Namespace) -> Generator[None]:
+    """What goes wrong with a model in this block is Usage, and the only line: warnings wait until all went well."""
+    held = logging.handlers.MemoryHandler(capacity=1 << 20, flushLevel=logging.CRITICAL + 1)
+    logger = logging.getLogger("agentinfer")
+    logger.addHandler(held)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            yield
+    except InvalidSetting as error:
+        raise Usage(flagged(args, error)) from error
+    except (AgentInferError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
+        kind = "" if isinstance(error, AgentInferError) else f"{type(error).__name__}: "
+        raise Usage(f"{args.model}: {kind}{line(error)}") from error
+    finally:
+        logger.removeHandler(held)
+    for record in held.buffer:
+        if record.levelno >= logging.WARNING:
+            complain(record.getMessage())
+    for warning in warned:
+        complain(f"{warning.category.__name__}: {warning.message}")

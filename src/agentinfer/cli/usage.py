@@ -1,0 +1,29 @@
+"""Errors that end a command, and the one line that says them."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Usage(Exception):
+    """Wrong usage or a wrong model: exit status 2."""
+
+
+class Broken(Exception):
+    """What was begun can not be ended: exit status 1."""
+
+
+def line(error: object) -> str:
+    """What *error* says, in one line."""
+    said = " ".join(str(error).split())
+    return said or type(error).__name__
+
+
+def complain(error: object) -> None:
+    """Say *error* on standard error, in one line."""
+    print(f"agentinfer: {line(error)}", file=sys.stderr)
+
+
+def flag(name: str) -> str:
+    """The flag that sets the field *name*."""
+    return "--" + name.replace("_", "-")
