@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from transformers import AutoTokenizer
 
+import toys
 from agentinfer.errors import CheckpointError, InvalidRequest
 from agentinfer.text import (
     Text,
@@ -84,7 +84,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Text:
     """The toy with byte tokens among pieces, loaded."""
-    return text_of(tmp_path_factory.mktemp("fallback"), FALLBACK, bos_token="<s>", eos_token="</s>")
+    return text_of(tmp_path_factory.mktemp("fallback"), FALLBACK, bos_token="<s>", eos_token="</s>")  # noqa: S106
 
 
 def pieces_of(text: Text, ids: list[int], cuts: list[int], *, skip: bool) -> list[str]:
@@ -161,7 +161,6 @@ def test_byte_level_chunks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=60)
 @given(data=st.data())
 def test_deltas_join_to_decode(name: str, exact: dict[str, Text], data: st.DataObject) -> None:
     """For any ids (unknown ones too) in any chunks, the joined deltas are what the tokenizer decodes at once."""
@@ -176,7 +175,6 @@ def test_deltas_join_to_decode(name: str, exact: dict[str, Text], data: st.DataO
     assert decode(text, ids, skip_special_tokens=skip) == want
 
 
-@settings(max_examples=150)
 @given(data=st.data())
 def test_byte_fallback_joins_to_decode(fallback: Text, data: st.DataObject) -> None:
     """With byte tokens among pieces, whole and cut-off characters decode as by the tokenizer, in any chunks."""
@@ -216,7 +214,7 @@ def test_byte_fallback_keeps_good_characters_beside_bad_bytes(fallback: Text) ->
 
 @pytest.mark.parametrize("words", ODD_TEXTS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_odd_texts(words: str, skip: bool, exact: dict[str, Text], fallback: Text) -> None:  # noqa: FBT001
+def test_odd_texts(words: str, skip: bool, exact: dict[str, Text], fallback: Text) -> None:
     """Leading and repeated spaces, newlines and special tokens come out token by token as they do at once."""
     for text in (exact["byte_level"], exact["metaspace"], fallback):
         ids = list(encode(text, words))
@@ -431,11 +429,11 @@ def test_empty_prompt_has_no_ids(exact: dict[str, Text]) -> None:
 
 def test_end_tokens(tmp_path: Path) -> None:
     """The stop set is the model's own ids, the tokenizer's end token and the turn ends that the template writes."""
-    chatml = text_of(tmp_path / "a", toys.byte_level(), toys.CHATML, eos_token="<\uff5cend\u2581of\uff5c>")
+    chatml = text_of(tmp_path / "a", toys.byte_level(), toys.CHATML, eos_token="<\uff5cend\u2581of\uff5c>")  # noqa: S106
     end, other = chatml.tokenizer.token_to_id("<|im_end|>"), chatml.tokenizer.token_to_id("<\uff5cend\u2581of\uff5c>")
     assert eos_union((90, 91), chatml) == (90, 91, end, other)
     assert eos_union((90,), text_of(tmp_path / "b", toys.byte_level())) == (90,)
-    assert eos_union((), text_of(tmp_path / "c", toys.byte_level(), eos_token="<|im_end|>")) == (end,)
+    assert eos_union((), text_of(tmp_path / "c", toys.byte_level(), eos_token="<|im_end|>")) == (end,)  # noqa: S106
     assert eos_union((91, 90, 91), None) == (90, 91)
     # A template may name tokens that this vocabulary lacks.
     assert text_of(tmp_path / "d", toys.byte_level(), "{{ '<|eot_id|>' }}").end_ids == ()
@@ -452,9 +450,9 @@ TALK = [
 
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("talk", [TALK, TALK[1:2], TALK[1:]])
-def test_chat_is_apply_chat_template(add: bool, talk: list[dict[str, str]], tmp_path: Path) -> None:  # noqa: FBT001
+def test_chat_is_apply_chat_template(add: bool, talk: list[dict[str, str]], tmp_path: Path) -> None:
     """The ids of a conversation are those of apply_chat_template, special literals of the user included."""
-    text = text_of(tmp_path, toys.byte_level(), toys.CHATML, eos_token="<|im_end|>")
+    text = text_of(tmp_path, toys.byte_level(), toys.CHATML, eos_token="<|im_end|>")  # noqa: S106
     other = AutoTokenizer.from_pretrained(tmp_path)
     want = other.apply_chat_template(talk, add_generation_prompt=add, tokenize=True, return_dict=False)
     assert list(chat(text, talk, add_generation_prompt=add)) == want
@@ -462,7 +460,7 @@ def test_chat_is_apply_chat_template(add: bool, talk: list[dict[str, str]], tmp_
 
 def test_chat_has_one_bos(tmp_path: Path) -> None:
     """A template that writes BOS, with a tokenizer that adds one, gives one; variables reach the template."""
-    text = text_of(tmp_path, toys.byte_fallback(), toys.WITH_BOS, bos_token="<s>")
+    text = text_of(tmp_path, toys.byte_fallback(), toys.WITH_BOS, bos_token="<s>")  # noqa: S106
     ids = chat(text, [{"role": "user", "content": "a"}])
     assert ids.count(1) == 1
     assert ids[0] == 1
@@ -561,6 +559,6 @@ def test_byte_level_within_others_is_refused(tmp_path: Path) -> None:
 def test_token_that_is_no_special_of_the_file_is_added_as_special(tmp_path: Path) -> None:
     """A named special token that is only a plain word of the vocabulary is matched as a whole and skipped."""
     tokenizer = toys.byte_level((b"<END>",))
-    text = text_of(tmp_path, tokenizer, eos_token="<END>")
+    text = text_of(tmp_path, tokenizer, eos_token="<END>")  # noqa: S106
     assert encode(text, "<END>") == text.end_ids
     assert decode(text, text.end_ids) == ""

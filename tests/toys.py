@@ -37,7 +37,14 @@ def byte_token(data: bytes) -> str:
 def byte_level(extra: tuple[bytes, ...] = ()) -> Tokenizer:
     """Byte-level BPE, as Qwen and SmolLM have: ids 0..255 are the bytes, then merges, *extra* tokens, added tokens."""
     vocab = {c: i for i, c in enumerate(_byte_chars())}
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), (byte_token(b" "), "a"), (byte_token(b"\xe4"), byte_token(b"\xb8"))]
+    merges = [
+        ("1", "2"),
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        (byte_token(b" "), "a"),
+        (byte_token(b"\xe4"), byte_token(b"\xb8")),
+    ]
     for token in (*("".join(m) for m in merges), *(byte_token(e) for e in extra)):
         vocab.setdefault(token, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

