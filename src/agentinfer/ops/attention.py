@@ -234,12 +234,12 @@ def index_of(x: Inputs, block_size: int, window: int | None, dtype: torch.dtype)
 
 def _attend_decode(q_GND: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: float) -> Tensor:
     size, heads = len(q_GND), keys.shape[1]
+    q = q_GND.view(
+        size, heads, -1, q_GND.shape[-1]
+    )  # with one position each, the query heads of a KV head are its queries
     k = keys.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     v = values.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
-    grouped = heads != q_GND.shape[1]
-    out = functional.scaled_dot_product_attention(
-        q_GND.unsqueeze(2), k, v, attn_mask=rows.mask, scale=scale, enable_gqa=grouped
-    ).squeeze(2)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=rows.mask, scale=scale).flatten(1, 2)
     return out if rows.padding is None else out.masked_fill(rows.padding, 0)
 
 

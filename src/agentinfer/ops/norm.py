@@ -14,9 +14,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
     **Source**: Zhang and Sennrich 2019, equation 4.
     """
-    wide = x_TD.to(torch.float32)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).mul_(weight_D).to(x_TD.dtype)
+    wide = functional.rms_norm(x_TD.to(torch.float32), x_TD.shape[-1:], eps=eps)
+    return wide.mul_(weight_D).to(x_TD.dtype)
 
 
 def fused_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
