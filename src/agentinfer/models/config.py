@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,11 +24,13 @@ _log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+)
 _MOST_LAYERS = 10_000
 _MOST_POSITIONS = 2**26
 _LARGEST_TP_NAMED = 8  # ranks of one host: what an error lists

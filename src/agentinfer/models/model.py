@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -140,15 +141,17 @@ def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
     )
 
 
-ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Path], Model]] = {
-    "LlamaForCausalLM": _dense,
-    "Qwen2ForCausalLM": _dense,
-    "Qwen3ForCausalLM": _dense,
-    "Qwen2VLForCausalLM": _dense,
-    "Qwen2VLForConditionalGeneration": _dense,
-    "Qwen2_5_VLForCausalLM": _dense,
-    "Qwen2_5_VLForConditionalGeneration": _dense,
-}
+ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Path], Model]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _dense,
+        "Qwen2ForCausalLM": _dense,
+        "Qwen3ForCausalLM": _dense,
+        "Qwen2VLForCausalLM": _dense,
+        "Qwen2VLForConditionalGeneration": _dense,
+        "Qwen2_5_VLForCausalLM": _dense,
+        "Qwen2_5_VLForConditionalGeneration": _dense,
+    }
+)
 """architectures[0] -> what reads its config.json. Of the VL ones the language part, for text."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from attrs import frozen
@@ -16,23 +17,25 @@ from agentinfer.ops.rope import RopeSpec
 
 _log = logging.getLogger(__name__)
 
-_EVERYWHERE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-_USED: Mapping[str, set[str]] = {
-    "default": {"mrope_section"},  # with text alone all three sections count the same positions
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-}
-_SAME_AS = {"mrope": "default"}
+_EVERYWHERE = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "default": ("mrope_section",),  # with text alone all three sections count the same positions
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": (
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    }
+)
+_SAME_AS: Mapping[str, str] = MappingProxyType({"mrope": "default"})
 Kind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -68,7 +71,7 @@ def read_rope(f: Fields, d: RopeDefaults) -> RopeSpec:
             if place.number(name, 1.0) != 1.0:
                 raise place.fault(name, f"{place.raw[name]!r}; only 1 (the whole head is rotated) is supported")
     kind = _kind(s)
-    for name in sorted(set(s.raw) - _EVERYWHERE - _USED[kind]):
+    for name in sorted(set(s.raw).difference(_EVERYWHERE, _USED[kind])):
         _log.warning("%s: %s means nothing to a rope of type %s and is not used", s.where, name, kind)
     return _spec(s, kind, theta, d)
 

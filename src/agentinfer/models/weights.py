@@ -20,6 +20,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import attrs
@@ -34,7 +35,13 @@ from agentinfer.ops.comm import Group
 
 _log = logging.getLogger(__name__)
 
-STORED_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    }
+)
 _WIDEST = 4  # bytes a stored number, at most
 
 
