@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """0. Raises Usage if the demo model can not be had, Broken if it fails."""
     args.model = "demo"
     with one_line(args):
-        folder = demo_folder()
+        folder = demo_folder(quiet=False)
         began = perf_counter()
         engine = open_engine(folder)
     text, limits, model = engine.text, engine.machine.limits, engine.machine.model

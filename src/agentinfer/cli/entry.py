@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from agentinfer.cli.flags import make_parser
 from agentinfer.cli.usage import Broken, Usage, complain
+from agentinfer.errors import AgentInferError
 
 INTERRUPTED = 130
 """As a shell reports a program that SIGINT ended."""
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNREAD
     except KeyboardInterrupt:
         return INTERRUPTED
+    except (AgentInferError, OSError) as error:  # the engine can not go on, or standard output can not be written
+        complain(error)
+        _silence()
+        return 1
     return status
 
 
@@ -60,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _silence() -> None:
-    """Nobody reads standard output any more: let the interpreter's last flush go nowhere."""
+    """Standard output can not be written any more: let the interpreter's last flush go nowhere."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # it has no file, so there is nothing to flush

@@ -8,21 +8,22 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 import attrs
 import torch
 
 import agentinfer
+from agentinfer.cli.locate import demo_cache
 from agentinfer.cli.plan import amount
-from agentinfer.demo import default_cache
 from agentinfer.ops.provide import Ops, Primitives, reference
 
 PACKAGES: Final = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "attrs", "numpy", "rpds-py", "jinja2",
     "tqdm", "gguf",
 )  # fmt: skip
-KERNELS: Final = {"triton": "triton", "vllm": "vllm", "flash-attn": "flash_attn"}
+KERNELS: Final = MappingProxyType({"triton": "triton", "vllm": "vllm", "flash-attn": "flash_attn"})
 """Packages that bring kernels, and what they are imported as."""
 
 
@@ -97,4 +98,4 @@ def caches() -> dict[str, str]:
     """Where models are kept."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return {"Hugging Face hub": str(HF_HUB_CACHE), "demo model": str(default_cache())}
+    return {"Hugging Face hub": str(HF_HUB_CACHE), "demo model": str(demo_cache())}

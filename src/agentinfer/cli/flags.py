@@ -15,7 +15,6 @@ import agentinfer
 from agentinfer.cli.usage import Usage, line
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 MODEL = "a model folder, the id of a model on the Hugging Face hub, or 'demo'"
 
 
@@ -207,7 +206,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
-    group.add_argument("--device", choices=DEVICES, default="auto", help="(default: %(default)s)")
+    group.add_argument("--device", metavar="D", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument(
         "--policy", choices=("reserve", "throughput"), default="throughput",
         help="reserve: prompts first, never preempts; throughput: mixed batches, preempts (default: %(default)s)",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any, Final, cast
 
-from agentinfer.cli.usage import Usage, line
+from agentinfer.cli.usage import Usage, complain, line
+from agentinfer.errors import AgentInferError
 
 NEEDED: Final = (
     "config.json",
@@ -32,14 +34,16 @@ _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 def locate(model: str) -> Path:
     """The folder of *model*, fetched first if need be. Raises Usage saying where it was looked for."""
     if model == "demo":
-        return demo_folder()
+        return demo_folder(quiet=not sys.stderr.isatty())
+    if not model:
+        raise Usage("MODEL is empty")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise Usage(f"{model}: is a file; a model is a folder with config.json and safetensors files")
     if not _HUB_ID.fullmatch(model) or model.startswith((".", "-")):
-        raise Usage(f"{model}: no such folder" + ("" if model else "; MODEL is empty"))
+        raise Usage(f"{model}: no such folder")
     return from_hub(model)
 
 
@@ -65,12 +69,18 @@ def from_hub(repo_id: str) -> Path:
         raise Usage(f"{repo_id}: no such folder here, and the hub did not give it: {line(error)}") from error
 
 
-def demo_folder() -> Path:
-    """The demo model, fetched and converted the first time. Raises Usage."""
-    from agentinfer.demo import default_cache, ensure_demo
-    from agentinfer.errors import AgentInferError
+def demo_folder(*, quiet: bool) -> Path:
+    """The demo model, fetched and converted the first time, with words about it unless *quiet*. Raises Usage."""
+    from agentinfer.demo import ensure_demo
 
     try:
-        return ensure_demo(default_cache())
-    except (AgentInferError, OSError, ImportError) as error:
+        return ensure_demo(demo_cache(), (lambda _: None) if quiet else complain)
+    except AgentInferError as error:
         raise Usage(f"demo: {line(error)}") from error
+
+
+def demo_cache() -> Path:
+    """Where the demo model is kept."""
+    from agentinfer.demo import cache_dir
+
+    return cache_dir(os.environ, Path("~").expanduser())
