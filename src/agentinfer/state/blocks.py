@@ -182,7 +182,9 @@ class PoolDraft:
         return self._hasher(self._seed, self.keys[parent].hash, None, tokens)
 
     def freeze(self) -> BlockPool:
-        """The pool as it is now, read-only."""
+        """The pool as it is now, read-only. If nobody came or went and nothing was registered: the very same."""
         if self._refs is not None:
             seal(self._refs)
+        elif self.keys is self._pool.keys:
+            return self._pool
         return BlockPool(self.refs, self.free, self.cached, self.lru, self.index, self.keys, self.ticket)

@@ -84,14 +84,15 @@ def reserve(state: EngineState) -> Iterator[Turn]:
     """
     need, budget = needs(state), state.limits.max_num_batched_tokens
     prefill = need > 1
-    if len(state.waiting) or state.requeued or some(prefill):
+    prefilling = some(prefill)
+    if prefilling or len(state.waiting) or state.requeued:
         count = _oldest_first(need, budget, prefill)
         yield Turn(state.order, count, queue(state), NOBODY, reserve=True)
-    count = np.where(prefill, np.int32(0), need)
-    able = np.flatnonzero(count)
-    if len(able) <= budget:
+    count = np.where(prefill, np.int32(0), need) if prefilling else need
+    if total(count) <= budget:
         yield Turn(state.order, count, (), NOBODY, reserve=True)
         return
+    able = np.flatnonzero(count)
     first = able[np.argsort(state.cols.turn[state.order[able]], kind="stable")][:budget]
     served = np.zeros_like(count)
     served[first] = 1

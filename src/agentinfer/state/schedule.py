@@ -18,7 +18,7 @@ from agentinfer.state.engine import EngineState, find_running, known_tokens
 from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, every, ints, seal, some, total
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Plan, SamplingColumns, TableEntries
-from agentinfer.state.policy import Policy, Turn, throughput
+from agentinfer.state.policy import Policy, Turn, needs, queue, reserve, throughput
 from agentinfer.state.sequence import Running, Waiting
 
 
@@ -30,18 +30,39 @@ def schedule(
     The state that comes back counts the planned positions as computed and the sampled tokens as promised,
     so that the step after can be planned before this one has landed. Without a plan it is *state* itself.
     """
-    for turn in policy(state):
+    ours = policy is throughput or policy is reserve
+    for proposed in policy(state):
+        turn = proposed if ours else _checked(state, proposed)
         draft = _Draft(state, hasher)
-        rows, count, budget = _serve(draft, turn)
-        entered = _admit(draft, turn, rows, count, budget) if not draft.preempted else []
-        if not entered:
-            if not len(rows):
-                continue
-            return _finish(draft, rows, count, state.cols.computed.take(rows), turn)
-        new, start, length = (np.array(column, np.int32) for column in zip(*entered, strict=True))
-        start = np.concatenate([state.cols.computed[rows], start])
-        return _finish(draft, np.concatenate([rows, new]), np.concatenate([count, length]), start, turn)
+        rows, count, positions = _serve(draft, turn)
+        entered = _admit(draft, turn, rows, count, positions) if not draft.preempted else []
+        start = state.cols.computed.take(rows)
+        if entered:
+            new, first, length = (np.array(column, np.int32) for column in zip(*entered, strict=True))
+            rows, start = np.concatenate([rows, new]), np.concatenate([start, first])
+            count, positions = np.concatenate([count, length]), positions + total(length)
+        if positions:
+            return _finish(draft, rows, count, start, positions, turn)
     return state, None
+
+
+def _checked(state: EngineState, turn: Turn) -> Turn:
+    """What schedule can follow of the *turn* of a policy that it does not know: counts that rows need, who waits.
+
+    Raises ValueError if it names a row that is not in use, or one twice.
+    """
+    rows, count = np.array(turn.rows, np.int32), np.array(turn.count, np.int32)
+    victims = np.array(turn.victims, np.int32)
+    for name, column in (("rows", rows), ("victims", victims)):
+        if len(set(ints(column))) != len(column) or not set(ints(column)) <= set(ints(state.order)):
+            raise ValueError(f"the policy's {name} {ints(column)} are not distinct rows in use {ints(state.order)}")
+    if len(count) != len(rows):
+        raise ValueError(f"the policy gave {len(count)} counts for {len(rows)} rows")
+    need = dict(zip(ints(state.order), ints(needs(state)), strict=True))
+    most = np.array([need[row] for row in ints(rows)], np.int32)
+    queued = {id(waiting) for waiting in queue(state)}
+    admit = {id(waiting): waiting for waiting in turn.admit if id(waiting) in queued}
+    return Turn(rows, np.clip(count, 0, most), admit.values(), victims, turn.reserve, turn.short)
 
 
 class _Draft:
@@ -76,14 +97,14 @@ class _Draft:
 def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
     """The running rows of *turn* and their counts, with blocks for all of it, after preemptions if need be.
 
-    The third value is what they leave of the budget.
+    The third value is the sum of the counts.
     """
     rows, count, budget = turn.rows, turn.count, draft.limits.max_num_batched_tokens
     served = np.count_nonzero(count)
     if served != len(rows):
         rows, count = rows[count > 0], count[count > 0]
     if not served:
-        return rows, count, budget
+        return rows[:0], count[:0], 0
     asked = total(count)
     if asked > budget:
         count = np.diff(np.minimum(np.cumsum(count), budget), prepend=0).astype(np.int32)
@@ -102,7 +123,7 @@ def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
             stay = ~np.isin(rows, gone)
             rows, count = rows[stay], count[stay]
             asked = total(count)
-    return rows, count, budget - asked
+    return rows, count, asked
 
 
 def _make_room(draft: _Draft, grow: dict[int, int], victims: I32) -> list[int]:
@@ -143,8 +164,12 @@ def _extend(draft: _Draft, row: int, blocks: tuple[BlockId, ...]) -> None:
     draft.cols.own("tail_block")[row] = blocks[-1]
 
 
-def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32, budget: int) -> list[tuple[int, int, int]]:
-    """Admit from the turn's queue while there is a row, a budget and room: (row, start, count) of each."""
+def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32, positions: int) -> list[tuple[int, int, int]]:
+    """Admit from the turn's queue while there is a row, a budget and room: (row, start, count) of each.
+
+    *rows* have *count* each of the step's positions already, *positions* in all.
+    """
+    budget = draft.limits.max_num_batched_tokens - positions
     vacant = draft.limits.max_num_seqs - len(draft.order)
     entered: list[tuple[int, int, int]] = []
     if budget <= 0 or vacant <= 0:
@@ -242,11 +267,11 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols.own("params").view(PARAMS)[row] = fields
 
 
-def _finish(draft: _Draft, rows: I32, count: I32, start: I32, turn: Turn) -> tuple[EngineState, Plan]:
-    """The plan of *rows*, and the state in which it is under way."""
+def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, turn: Turn) -> tuple[EngineState, Plan]:
+    """The plan of *rows* over *positions* in all, and the state in which it is under way."""
     state, cols = draft.state, draft.cols
     end = start + count
-    slots, inputs, last = _layout(draft, rows, start, count)
+    slots, inputs, last = _layout(draft, rows, start, count, positions)
     cols.own("computed")[rows] = end
     before = _same_rows(state.last, rows)
     steady = before is not None and len(slots) == len(rows)
@@ -342,14 +367,14 @@ def _sampling(draft: _Draft, rows: I32, length: I32, before: SamplingColumns | N
     return SamplingColumns(params, index, banned)
 
 
-def _layout(draft: _Draft, rows: I32, start: I32, count: I32) -> tuple[I64, I32, I32]:
+def _layout(draft: _Draft, rows: I32, start: I32, count: I32, positions: int) -> tuple[I64, I32, I32]:
     """Slots and input ids of every position, and each row's last flat position. One-position rows need no loop."""
     cols, size = draft.cols, draft.limits.block_size
-    if len(rows) == total(count):
+    if len(rows) == positions:
         slots, inputs = _layout_single(draft, rows, start)
         return slots, inputs, np.arange(len(rows), dtype=np.int32)
     ends = np.cumsum(count, dtype=np.int32)
-    slots, inputs = np.empty(int(ends[-1]), np.int64), np.empty(int(ends[-1]), np.int32)
+    slots, inputs = np.empty(positions, np.int64), np.empty(positions, np.int32)
     single = count == 1
     slots[ends[single] - 1], inputs[ends[single] - 1] = _layout_single(draft, rows[single], start[single])
     for row, first, n, end in zip(*(ints(x[~single]) for x in (rows, start, count, ends)), strict=True):
