@@ -1,7 +1,7 @@
 """Profiles of Hypothesis, a fixed seed, one thread, no network. Works where torch is not installed.
 
-HYPOTHESIS_PROFILE chooses `fast` (make test; the default), `ci` (make ci) or `soak` (make soak). Tests take the number of
-their examples from the profile. The seed is fixed, except in a soak; it is printed in the header, and
+HYPOTHESIS_PROFILE chooses `fast` (make test; the default), `ci` (make ci) or `soak` (make soak). Tests take the
+number of their examples from the profile. The seed is fixed, except in a soak; it is printed in the header, and
 `--hypothesis-seed=N` sets another.
 """
 

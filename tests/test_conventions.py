@@ -15,8 +15,9 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-import sources
 import torch
+
+import sources
 
 COMMANDS = ("cli", "demo")  # what a person starts may read the environment
 MOST_LINES_A_FUNCTION = 70
@@ -48,40 +49,42 @@ def donated(hint: Any) -> Any | None:
     return None
 
 
+def callables(where: str, hint: Any) -> list[tuple[str, list[Any], Any]]:
+    """(where, types of the arguments, type of the result) of every Callable type in *hint*."""
+    inner = [found for x in typing.get_args(hint) if not isinstance(x, list) for found in callables(where, x)]
+    if typing.get_origin(hint) is collections.abc.Callable:
+        arguments, result = typing.get_args(hint)
+        if isinstance(arguments, list):
+            return [(where, arguments, result), *inner]
+    return inner
+
+
+def signature(where: str, f: Any) -> list[tuple[str, list[Any], Any]]:
+    """The same of a function, if its annotations name Donated, and of the Callable types among its arguments."""
+    if "Donated" not in str(inspect.get_annotations(f)):
+        return []
+    hints = typing.get_type_hints(f, include_extras=True)
+    result = hints.pop("return", None)
+    inner = [found for hint in hints.values() for found in callables(where, hint)]
+    return [(where, list(hints.values()), result), *inner]
+
+
 def signatures(name: str) -> list[tuple[str, list[Any], Any]]:
-    """(where, types of the arguments, type of the result) of a module's functions that name Donated, and Callable types."""
+    """The same of everything in a module: functions, methods, names of types, fields of records."""
     found: list[tuple[str, list[Any], Any]] = []
-
-    def callables(where: str, hint: Any) -> None:
-        if typing.get_origin(hint) is collections.abc.Callable:
-            arguments, result = typing.get_args(hint)
-            if isinstance(arguments, list):
-                found.append((where, arguments, result))
-        for inner in typing.get_args(hint):
-            if not isinstance(inner, list):
-                callables(where, inner)
-
-    def function(where: str, f: Any) -> None:
-        if "Donated" not in str(inspect.get_annotations(f)):
-            return
-        hints = typing.get_type_hints(f, include_extras=True)
-        result = hints.pop("return", None)
-        found.append((where, list(hints.values()), result))
-        for hint in hints.values():
-            callables(where, hint)
-
     for key, value in vars(module(name)).items():
         if inspect.isfunction(value) and value.__module__ == name:
-            function(f"{name}.{key}", value)
+            found += signature(f"{name}.{key}", value)
         elif not inspect.isclass(value) and not key.startswith("__"):
-            callables(f"{name}.{key}", value)
+            found += callables(f"{name}.{key}", value)
     for owner in own_classes(name):
+        where = f"{name}.{owner.__name__}"
         if "Donated" in str(inspect.get_annotations(owner)):
             for hint in typing.get_type_hints(owner, include_extras=True).values():
-                callables(f"{name}.{owner.__name__}", hint)
+                found += callables(where, hint)
         for f in vars(owner).values():
             if inspect.isfunction(f) and f.__module__ == name:
-                function(f"{name}.{owner.__name__}.{f.__name__}", f)
+                found += signature(f"{where}.{f.__name__}", f)
     return found
 
 
@@ -99,7 +102,7 @@ def test_donation() -> None:
 
 @pytest.mark.parametrize("name", sources.MODULES)
 def test_records_are_frozen(name: str) -> None:
-    """A class of attrs is frozen, and any class that is not a record says in its docstring that it is mutable."""
+    """A class of attrs is frozen, and any other class says in its docstring what of it is mutable."""
     for cls in own_classes(name):
         where = f"{name}.{cls.__name__}"
         # attrs makes two classes of one with slots; the docstring is on both.
@@ -118,7 +121,9 @@ def test_records_are_frozen(name: str) -> None:
 def test_records_that_hold_arrays_are_compared_by_identity(name: str) -> None:
     """A record with an array or a tensor in it has eq=False, since comparing those gives no bool."""
     for cls in filter(attrs.has, own_classes(name)):
-        if any(ARRAY.search(str(hint)) for hint in inspect.get_annotations(cls).values() if "Callable" not in str(hint)):
+        if any(
+            ARRAY.search(str(hint)) for hint in inspect.get_annotations(cls).values() if "Callable" not in str(hint)
+        ):
             assert cls.__eq__ is object.__eq__, f"{name}.{cls.__name__} holds an array; it needs eq=False"
 
 
@@ -145,7 +150,7 @@ def test_no_global_statement(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sources.FILES, ids=sources.module_name)
 def test_hidden_inputs(path: Path) -> None:
-    """torch.distributed is known to ops/comm.py alone, the environment to commands alone, torch.manual_seed to nobody."""
+    """ops/comm.py alone knows torch.distributed, commands alone the environment, and nobody torch.manual_seed."""
     name = sources.module_name(path)
     banned = ["torch.manual_seed", "torch.cuda.manual_seed"]
     if name != "agentinfer.ops.comm":
@@ -203,6 +208,13 @@ def test_every_test_says_what_must_hold(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in sources.TEST_FILES if "gpu" not in path.parts], ids=str)
 def test_nothing_is_skipped(path: Path) -> None:
     """No test is skipped, or expected to fail."""
-    quiet = ("pytest.skip", "pytest.xfail", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail")
+    quiet = (
+        "pytest.skip",
+        "pytest.xfail",
+        "pytest.importorskip",
+        "pytest.mark.skip",
+        "pytest.mark.skipif",
+        "pytest.mark.xfail",
+    )
     found = [sources.place(path, node, name) for name, node in sources.names_used(path) if name in quiet]
     assert not found

@@ -8,6 +8,7 @@ import sys
 from functools import cache
 
 import pytest
+
 import sources
 
 ALONE = ("agentinfer", "agentinfer.errors", "agentinfer.state", "agentinfer.testing")

@@ -7,9 +7,10 @@ import tomllib
 from typing import Any
 
 import pytest
-import sources
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import sources
 
 UNPINNED = {"vllm", "flash-attn"}  # one pins another torch, the other is compiled
 TESTED = {"torch": ("2.11.0", "2.13.0"), "transformers": ("5.17.0", "5.24.0")}

@@ -14,7 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL
+)
 NO_RUN = re.compile(r"<!-- no-run: \S[^\n]* -->\s*\Z")
 
 
