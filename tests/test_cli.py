@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 import sources
 import toys
@@ -401,6 +403,47 @@ def test_a_model_that_is_nowhere_is_one_line(call: Call, name: str, words: str) 
         assert words in one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (GatedRepoError, "the model is gated"),
+        (RepositoryNotFoundError, "the hub has no such model"),
+        (LocalEntryNotFoundError, "the hub can not be reached"),
+        (ValueError, "the hub did not give it: ValueError"),
+    ],
+)
+def test_what_the_hub_says_is_one_line(
+    call: Call, monkeypatch: pytest.MonkeyPatch, error: type[Exception], words: str
+) -> None:
+    """Each way in which the hub refuses a model has a line of its own."""
+
+    def refuse(*_: object, **__: object) -> str:
+        raise error.__new__(error)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    status, out, err = call("generate", "someone/model", "--prompt", "x")
+    assert (status, out) == (2, "")
+    assert "someone/model: " in one_line(err)
+    assert words in err
+
+
+def test_only_what_is_needed_is_fetched(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id becomes the folder of its snapshot; `generate` fetches safetensors, `plan` no weights, nobody others."""
+    fetched: list[tuple[str, list[str]]] = []
+
+    def snapshot(repo_id: str, allow_patterns: list[str]) -> str:
+        fetched.append((repo_id, allow_patterns))
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert call("plan", "someone/model", "--memory-gib", 1)[0] == 0
+    assert call("generate", "someone/model", "--prompt-ids", "1", *SMALL, "--max-tokens", 1)[0] == 0
+    repository = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "pytorch_model.bin", "x.gguf")
+    taken = [[f for f in repository if any(fnmatch(f, pattern) for pattern in patterns)] for _, patterns in fetched]
+    assert [name for name, _ in fetched] == ["someone/model"] * 2
+    assert taken == [["config.json", "tokenizer.json"], list(repository[:3])]
+
+
 def test_warnings_wait_until_the_model_is_open(call: Call, tmp_path: Path) -> None:
     """What the loader warns of is said, on standard error, once all went well."""
     folder = write_tiny(tmp_path / "model", tie_word_embeddings=True)
@@ -642,6 +685,22 @@ def test_a_reader_that_leaves_is_no_traceback(model: Path) -> None:
     os.close(write)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (141, "")
+
+
+def test_a_full_disk_is_one_line(model: Path) -> None:
+    """When standard output can not be written, the exit status is 1 and one line says why."""
+    with Path("/dev/full").open("w") as full:
+        process = python("plan", model, "--memory-gib", 1, stdout=full)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "No space left" in one_line(err)
+
+
+def test_a_record_that_can_not_be_written_is_one_line(call: Call, model: Path) -> None:
+    """When the record's disk is full, the run ends with exit status 1 and one line that names the file."""
+    status, _, err = call("generate", model, "--prompt-ids", "1", *SMALL, "--max-tokens", 2, "--record", "/dev/full")
+    assert status == 1
+    assert "--record: /dev/full: No space left" in one_line(err)
 
 
 def test_an_error_ends_the_process_with_its_status(model: Path) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNREAD
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (AgentInferError, OSError) as error:  # the engine can not go on, or standard output can not be written
+    except (AgentInferError, OSError) as error:  # the engine can not go on, or standard output is full
         complain(error)
         _silence()
         return 1
@@ -65,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _silence() -> None:
-    """Standard output can not be written any more: let the interpreter's last flush go nowhere."""
+    """If standard output can not be written any more, let the interpreter's last flush go nowhere."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # it has no file, so there is nothing to flush
-        return
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 from agentinfer.cli.usage import Usage, complain, line
 from agentinfer.errors import AgentInferError
 
-NEEDED: Final = (
+SMALL: Final = (
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
     "model.safetensors.index.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -27,12 +27,16 @@ NEEDED: Final = (
     "tiktoken.model",
     "tekken.json",
 )
+NEEDED: Final = (*SMALL, "model*.safetensors")
 """The files of a repository that are read. Others, other formats of the weights above all, are not fetched."""
 _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
-def locate(model: str) -> Path:
-    """The folder of *model*, fetched first if need be. Raises Usage saying where it was looked for."""
+def locate(model: str, *, weights: bool = True) -> Path:
+    """The folder of *model*, fetched first if need be; without *weights*, from the hub only the small files are.
+
+    Raises Usage saying where it was looked for.
+    """
     if model == "demo":
         return demo_folder(quiet=not sys.stderr.isatty())
     if not model:
@@ -44,11 +48,11 @@ def locate(model: str) -> Path:
         raise Usage(f"{model}: is a file; a model is a folder with config.json and safetensors files")
     if not _HUB_ID.fullmatch(model) or model.startswith((".", "-")):
         raise Usage(f"{model}: no such folder")
-    return from_hub(model)
+    return from_hub(model, NEEDED if weights else SMALL)
 
 
-def from_hub(repo_id: str) -> Path:
-    """The snapshot of *repo_id* in the hub's cache; what is missing there is fetched. Raises Usage."""
+def from_hub(repo_id: str, files: Sequence[str]) -> Path:
+    """The snapshot of *repo_id* in the hub's cache, where what is missing of *files* is fetched. Raises Usage."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
@@ -56,7 +60,7 @@ def from_hub(repo_id: str) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return Path(cast(Any, huggingface_hub).snapshot_download(repo_id, allow_patterns=list(NEEDED)))
+        return Path(cast(Any, huggingface_hub).snapshot_download(repo_id, allow_patterns=list(files)))
     except GatedRepoError as error:
         raise Usage(f"{repo_id}: the model is gated; ask for access on its page, then `hf auth login`") from error
     except RepositoryNotFoundError as error:

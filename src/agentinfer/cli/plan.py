@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     memory_gib = machine_memory() / GIB if args.memory_gib is None else args.memory_gib
     with one_line(args):
         plan = memory_plan(
-            locate(args.model),
+            locate(args.model, weights=False),
             memory_gib=memory_gib,
             dtype=args.dtype,
             tp=args.tp,

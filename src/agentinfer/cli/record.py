@@ -36,9 +36,14 @@ class Recorder:
         self.recording = False
 
     def close(self) -> None:
-        """Stop, and close the file."""
+        """Stop, and close the file. Raises Broken if the last line can not be written, and nobody was told before."""
+        told = not self.recording
         self.stop()
-        self.file.close()
+        try:
+            self.file.close()
+        except OSError as error:
+            if not told:
+                raise Broken(f"--record: {self.path}: {error.strerror or error}") from error
 
     def _write(self, data: dict[str, Any]) -> None:
         if not self.recording:
