@@ -1,0 +1,325 @@
+"""Drive: an engine over the ghost device, in the order of `advance`, that checks every step it takes.
+
+Any wrong step is a Fault, in words. Needs no Hypothesis, so that a plain test can use it too::
+
+    drive = Drive(limits, throughput)
+    seq = drive.arrive(Request((1, 2, 3), SamplingParams(max_tokens=4)))
+    drive.drain()
+    assert drive.over[seq].reason == "length"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field, frozen
+
+from agentinfer.state.admit import abort, arrive, fail, fork
+from agentinfer.state.blocks import BlockHash, PoolDraft, block_hash
+from agentinfer.state.check import violations
+from agentinfer.state.commit import commit, flush
+from agentinfer.state.engine import EngineState, digest, find_waiting, has_work, initial
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.history import replay, rewind
+from agentinfer.state.ids import SeqId, cdiv, ints
+from agentinfer.state.limits import Limits
+from agentinfer.state.plan import Output, Plan
+from agentinfer.state.policy import Policy
+from agentinfer.state.request import Request
+from agentinfer.state.schedule import rebase, schedule
+from agentinfer.state.sequence import Finished, FinishReason
+from agentinfer.testing.books import Books, Promises, same_plan
+from agentinfer.testing.ghost import Fault, GhostDevice, GhostFlight, Script
+from agentinfer.testing.ledger import Content, Ledger
+from agentinfer.testing.oracle import answer, limit, refused
+
+_KEPT = 6
+"""Old states kept, to see that they never change and to rewind to."""
+
+
+@frozen(eq=False)
+class Snapshot:
+    """A state of the past, its digest then, and what each of its live sequences had."""
+
+    state: EngineState
+    digest: str
+    known: dict[SeqId, int]
+    found: dict[SeqId, int]
+    """Positions that the cache had of each sequence that had been admitted."""
+
+
+@define(eq=False)
+class Drive:
+    """One engine, one ghost. Every method checks all it can and raises Fault."""
+
+    limits: Limits
+    policy: Policy
+    overlap: bool = False
+    promises: Promises = Promises()
+    hasher: BlockHash = block_hash
+    state: EngineState = field(init=False)
+    name: str = field(init=False)
+    """The digest of `state`."""
+    ghost: GhostDevice = field(init=False)
+    books: Books = field(init=False)
+    ledger: Ledger = field(init=False)
+    flight: GhostFlight | None = None
+    over: dict[SeqId, Finished] = field(factory=dict)
+    """How each sequence ended, as the outputs told it."""
+    due: dict[SeqId, tuple[FinishReason, tuple[int, ...]]] = field(factory=dict)
+    """Ends that no output has told yet."""
+    events: list[Event] = field(factory=list)
+    digests: list[str] = field(factory=list)
+    plans: list[Plan] = field(factory=list)
+    snapshots: list[Snapshot] = field(factory=list)
+    recorded: bool = True
+    """The events lead from the first state to this one: nobody has rewound."""
+
+    def __attrs_post_init__(self) -> None:
+        self.state = initial(self.limits)
+        self.name = digest(self.state)
+        self.ghost = GhostDevice(self.limits)
+        self.books = Books(self.limits, self.promises, self.ghost.scripts)
+        self.ledger = Ledger(self.limits, exact=self.hasher is block_hash)
+
+    @property
+    def live(self) -> list[SeqId]:
+        """Sequences that wait or run."""
+        running = [run.seq for run in self.state.rows if run is not None]
+        return sorted([*running, *(w.seq for w in (*self.state.requeued, *self.state.waiting))])
+
+    def arrive(self, request: Request) -> SeqId:
+        """A client asks for something."""
+        state, seq = arrive(self.state, request)
+        if refused(self.limits, request):
+            self.due[seq] = ("rejected", request.prompt)
+        else:
+            waiting = find_waiting(state, seq)
+            if waiting is None or waiting.tokens != request.prompt:
+                raise Fault(f"sequence {seq} was to wait; it is {waiting}")
+            if request.params.seed not in (None, waiting.seed):
+                raise Fault(f"sequence {seq} asked for seed {request.params.seed} and has {waiting.seed}")
+            right = answer(self.limits, request, waiting.seed, request.prompt)
+            self.ghost.scripts[seq] = Script(seq, request, waiting.seed, right, len(request.prompt))
+        self._note(Arrived(request), state)
+        return seq
+
+    def abort(self, seq: SeqId) -> None:
+        """A client loses interest, maybe too late."""
+        if seq in self.live:
+            self._end(seq, "abort")
+        self._note(Aborted(seq, "gone"), abort(self.state, seq, "gone"))
+
+    def fork(self, seq: SeqId, seeds: Sequence[int | None]) -> tuple[SeqId, ...]:
+        """Continue a live sequence in more ways."""
+        state, children = fork(self.state, seq, len(seeds), seeds)
+        parent = self.ghost.scripts[seq]
+        for child, asked in zip(children, seeds, strict=True):
+            waiting, seed = find_waiting(state, child), parent.seed if asked is None else asked
+            if waiting is None or waiting.tokens != parent.tokens or waiting.seed != seed:
+                raise Fault(f"sequence {child}, a fork of {seq} with seed {seed}, is {waiting}")
+            right = answer(self.limits, parent.request, seed, parent.tokens)
+            self.ghost.scripts[child] = Script(child, parent.request, seed, right, parent.known)
+            self.books.parents[child] = seq
+        self._note(Forked(seq, tuple(seeds)), state)
+        return children
+
+    def step(self, *, launch_fails: bool = False, land_fails: bool = False, bad: int | None = None) -> Output | None:
+        """One turn of `advance`.
+
+        *launch_fails*, *land_fails*: the step launched, or the one landed, raises. *bad*: the sample of the
+        landed step, counted around, whose logits are not finite.
+        """
+        flight, output, launched = self.flight, None, None
+        if flight is not None and not self.overlap:
+            output, flight, self.flight = self._settle(flight, bad, fails=land_fails), None, None
+        plan = self._schedule()
+        if plan is not None:
+            launched = self._launch(plan, fails=launch_fails)
+        elif flight is None and has_work(self.state):
+            raise Fault("there is work and nothing runs, but the policy serves nobody")
+        if flight is not None:
+            output = self._settle(flight, bad, fails=land_fails)
+        if output is None:
+            state, output = flush(self.state)
+            self._set(state)
+            self._told(output.finished if output is not None else ())
+        self.flight = launched
+        self._keep()
+        return output
+
+    def rewind(self, back: int) -> None:
+        """Go on from the *back*-th last kept state. Sequences that arrived since are forgotten.
+
+        A step in flight stays in flight and lands into nothing: its rows are nobody's any more. The device
+        keeps its newer KV and is told complete tables, because the plan it holds is not the one before.
+        """
+        self.replay()
+        self.recorded = False
+        old = self.snapshots[-1 - back % len(self.snapshots)]
+        state = rewind(old.state, self.state)
+        for seq, known in old.known.items():
+            self.ghost.scripts[seq].known = known
+            self.over.pop(seq, None)
+        self.due.clear()
+        self.books.restart(old.found)
+        self._set(state)
+        if sorted(old.known) != self.live:
+            raise Fault(f"rewound to sequences {sorted(old.known)}, found {self.live}")
+        self.ghost.holds = -2  # whatever the next plan extends, this device can not have it
+
+    def drain(self) -> None:
+        """Step until nothing is left, then check that nothing was lost."""
+        left = sum(limit(self.limits, self.ghost.scripts[seq].request) for seq in self.live)
+        turns = 10 + 4 * left * cdiv(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        while has_work(self.state) or self.flight is not None or self.state.ended:
+            turns -= 1
+            if turns < 0:
+                raise Fault(f"sequences {self.live} do not come to an end")
+            self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing is live: all blocks can be had by one sequence, all ends are told, and the trace replays."""
+        if self.live or self.due:
+            raise Fault(f"sequences {self.live} are left, the ends of {sorted(self.due)} untold")
+        blocks = PoolDraft(self.state.pool, self.limits.seed).take(self.limits.num_blocks)
+        if sorted(blocks) != list(range(1, self.limits.num_blocks + 1)):
+            raise Fault(f"of {self.limits.num_blocks} blocks only {sorted(blocks)} are to be had")
+        for snapshot in self.snapshots:
+            self._unchanged(snapshot)
+        self.replay()
+
+    def replay(self) -> None:
+        """Live through the recorded events again: after each of them the digest must be the same."""
+        if not self.recorded or self.hasher is not block_hash:
+            return
+        moments = iter(replay(self.limits, self.events, self.policy))
+        next(moments)
+        for i, (moment, wanted) in enumerate(zip(moments, self.digests, strict=True)):
+            if digest(moment.state) != wanted:
+                raise Fault(f"the replay differs from event {i} on, {self.events[i]}")
+
+    def _schedule(self) -> Plan | None:
+        before = self.state
+        state, plan = schedule(before, self.policy, self.hasher)
+        if digest(before) != self.name:
+            raise Fault("schedule changed the state that it was given")
+        if plan is None:
+            if state is not before:
+                raise Fault("schedule changed the state without a plan")
+            return None
+        again, plan_again = schedule(before, self.policy, self.hasher)
+        if difference := same_plan(plan, plan_again):
+            raise Fault(f"scheduling the same state twice gives plans that differ in {difference}")
+        twice = digest(again)
+        self.books.planned(before, state, plan, self.ledger, None if self.flight is None else self.flight.plan)
+        self.ledger.observe(state, scheduled=True, preempted=bool(plan.preempted))
+        self._note(Stepped(), state, observed=True)
+        if self.name != twice:
+            raise Fault("scheduling the same state twice gives different states")
+        self.plans.append(plan)
+        return plan
+
+    def _launch(self, plan: Plan, *, fails: bool) -> GhostFlight | None:
+        based = rebase(self.state, plan, self.ghost.holds)
+        if self.ghost.holds == plan.base and based is not plan:
+            raise Fault(f"the device holds the tables of step {plan.base}; all of them were sent again")
+        flight = self.ghost.launch(based, self.state, fails=fails)
+        if flight is None:
+            self._failed(plan)
+        return flight
+
+    def _failed(self, plan: Plan) -> None:
+        seqs = tuple(SeqId(seq) for seq in ints(plan.seqs))
+        for seq in set(seqs) & set(self.live):
+            self._end(seq, "error")
+        self._note(Failed(plan.step, seqs, "the device is gone"), fail(self.state, seqs, "the device is gone"))
+
+    def _settle(self, flight: GhostFlight, bad: int | None, *, fails: bool) -> Output | None:
+        plan = flight.plan
+        if fails:
+            self.ghost.spoil(plan)
+            self._failed(plan)
+            return None
+        marks = () if bad is None or not len(plan.samples) else (bad % len(plan.samples),)
+        result = self.ghost.land(flight, marks)
+        before, name = self.state, self.name
+        state, output = commit(before, plan, result, self.hasher)
+        if digest(before) != name:
+            raise Fault("commit changed the state that it was given")
+        learned = self._accept(plan, marks, output)
+        self._told(output.finished)
+        self.ledger.observe(state, learned)
+        self._note(Landed(plan.step, tuple(ints(result.tokens)), marks), state, observed=True)
+        if digest(commit(before, plan, result, self.hasher)[0]) != self.name:
+            raise Fault("committing the same tokens twice gives different states")
+        return output
+
+    def _accept(self, plan: Plan, bad: tuple[int, ...], output: Output) -> set[Content]:
+        """Count the tokens of *plan* as known; the contents whose KV has landed with it."""
+        failed = {int(plan.seqs[plan.sample_rows[i]]) for i in bad}
+        sampled = {int(plan.seqs[i]) for i in ints(plan.sample_rows)}
+        accepted: dict[int, int] = {}
+        learned: set[Content] = set()
+        size = self.limits.block_size
+        for seq, end in zip(ints(plan.seqs), ints(plan.context), strict=True):
+            script = self.ghost.scripts[SeqId(seq)]
+            if not self.books.took_part(script.seq, plan):
+                continue
+            if seq in failed:
+                self._end(script.seq, "error")
+                continue
+            salt, tokens = script.request.salt, script.answer.tokens
+            learned |= {(salt, tokens[:upto]) for upto in range(size, end + 1, size)}
+            if seq in sampled:
+                accepted[seq] = tokens[script.known]
+                script.known += 1
+                if script.known == len(tokens):
+                    self._end(script.seq, script.answer.reason)
+        given = dict(zip(ints(output.seqs), ints(output.tokens), strict=True))
+        if given != accepted or len(output.seqs) != len(given) or output.step != plan.step:
+            raise Fault(f"step {plan.step} gave tokens {given}; it should be {accepted}")
+        return learned if self.limits.prefix_cache else set()
+
+    def _end(self, seq: SeqId, reason: FinishReason) -> None:
+        self.due[seq] = (reason, self.ghost.scripts[seq].tokens)
+        self.books.left(seq)
+
+    def _told(self, finished: Sequence[Finished]) -> None:
+        for done in finished:
+            if done.seq in self.over or done.seq not in self.due:
+                raise Fault(f"sequence {done.seq} ended ({done.reason}), which was not due")
+            if (done.reason, done.tokens) != self.due.pop(done.seq):
+                script = self.ghost.scripts.get(done.seq)
+                raise Fault(f"{done} should have ended as {script.answer if script else 'rejected'}")
+            if done.reason == "stop" and done.detail != str(done.tokens[-1]):
+                raise Fault(f"sequence {done.seq} was stopped by {done.tokens[-1]}; it says {done.detail!r}")
+            if done.seq not in self.books.parents and done.cached != self.books.found.get(done.seq, 0):
+                raise Fault(f"{done.seq} found {self.books.found.get(done.seq, 0)} tokens cached; it says {done.cached}")
+            self.over[done.seq] = done
+        if self.due:
+            raise Fault(f"sequences {sorted(self.due)} ended, and no output says so")
+
+    def _note(self, event: Event, state: EngineState, *, observed: bool = False) -> None:
+        self._set(state, observed=observed)
+        self.events.append(event)
+        self.digests.append(self.name)
+
+    def _set(self, state: EngineState, *, observed: bool = False) -> None:
+        if state is not self.state:
+            self.state, self.name = state, digest(state)
+        if not observed:
+            self.ledger.observe(state)
+        if wrong := violations(state):
+            raise Fault("; ".join(wrong))
+
+    def _keep(self) -> None:
+        known = {seq: self.ghost.scripts[seq].known for seq in self.live}
+        self.snapshots = [*self.snapshots[-_KEPT:], Snapshot(self.state, self.name, known, dict(self.books.found))]
+        self._unchanged(self.snapshots[self.state.step % len(self.snapshots)])
+
+    @staticmethod
+    def _unchanged(snapshot: Snapshot) -> None:
+        if digest(snapshot.state) != snapshot.digest:
+            raise Fault(f"the state before step {snapshot.state.step} has changed since")
