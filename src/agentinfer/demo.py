@@ -18,9 +18,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from agentinfer.errors import AgentInferError
 
@@ -109,11 +109,11 @@ def convert(gguf: Path, folder: Path) -> Path:
 
     Raises AgentInferError if the file can not be read, or its tokenizer does not split as the model's does.
     """
-    from safetensors.torch import save_file
+    import safetensors.torch
 
     config, weights, tokenizer, named = _read_gguf(gguf)
     folder.mkdir()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     restore_digits(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
     eos = config["eos_token_id"]
@@ -155,8 +155,8 @@ def _read_gguf(gguf: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Tok
     load: Mapping[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars can not be turned off
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(gguf.parent, dtype=torch.float32, **load)
-            found = cast("Any", AutoTokenizer).from_pretrained(gguf.parent, **load)
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **load)
+            found = AutoTokenizer.from_pretrained(gguf.parent, **load)
     except OSError:
         raise
     except Exception as e:  # whatever its readers raise
@@ -181,7 +181,7 @@ def _publish(made: Path, home: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(cache: Path) -> Iterator[None]:
+def _disk_errors(cache: Path) -> Generator[None]:
     """Say what is wrong with the disk, and where."""
     try:
         yield

@@ -195,7 +195,7 @@ def _convert_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of a folder without tokenizer.json, by transformers: seconds of import."""
     from transformers import AutoTokenizer
 
-    load = cast("Any", AutoTokenizer).from_pretrained
+    load = AutoTokenizer.from_pretrained
     try:
         found = load(folder, trust_remote_code=False, local_files_only=True, use_fast=True)
     except Exception as e:  # it raises whatever its converters do
