@@ -346,3 +346,33 @@ def test_outputs_count_every_token_once(folder: Path) -> None:
             done.update({one.seq: one.output for one in output.finished})
     assert {seq: tuple(tokens) for seq, tokens in told.items()} == done
     assert np.all([len(tokens) for tokens in told.values()])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_interrupt_leaves_an_engine_that_goes_on(
+    folder: Path, answers: list[tuple[int, ...]], *, overlap: bool
+) -> None:
+    """A KeyboardInterrupt in the middle of a step loses nothing: stepping on gives the same answers."""
+    engine = open_engine(folder, small(overlap=overlap, max_num_seqs=4))
+    calls = itertools.count()
+    forward = engine.machine.model.forward
+
+    def interrupted(*args: object) -> object:
+        result = forward(*args)  # pyright: ignore[reportArgumentType]
+        if next(calls) in (1, 5, 6, 20):
+            raise KeyboardInterrupt
+        return result
+
+    engine.machine = evolve(engine.machine, model=evolve(engine.machine.model, forward=interrupted))
+    seqs = [engine.add(Request(tuple(prompt), GREEDY)) for prompt in PROMPTS]
+    done: dict[int, tuple[int, ...]] = {}
+    interrupts = 0
+    while engine.unfinished:
+        try:
+            output = engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            continue
+        done.update({one.seq: one.output for one in output.finished} if output else {})
+    assert interrupts == 4
+    assert [done[seq] for seq in seqs] == answers

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attrs import define, evolve, field, frozen
 
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, InvalidRequest
+from agentinfer.ops.kv import renew
 from agentinfer.state.admit import validate
 from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import EngineState, has_work, initial
@@ -83,6 +84,16 @@ def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[Eng
     return state, output
 
 
+def recovered(world: World) -> World:
+    """*world*, whose device was given to a step that never came back. What was in flight has landed."""
+    state = world.state
+    if world.flight is not None:
+        state, output = settle(state, world.flight)
+        state = state if output is None else evolve(state, ended=output.finished)
+    kv = renew(world.device.kv, "a step that was interrupted")
+    return World(state, evolve(world.device, kv=kv), None)
+
+
 @define(eq=False)
 class Engine:
     """The one mutable thing: a machine and the world it works on.
@@ -126,9 +137,16 @@ class Engine:
         return tuple(SeqId(child) for child in range(first, self.world.state.next_seq))
 
     def step(self) -> Output | None:
-        """Advance once. Raises AgentInferError if the policy serves nobody although there is work."""
+        """Advance once. Raises AgentInferError if the policy serves nobody although there is work.
+
+        An interrupt (KeyboardInterrupt) leaves an engine that can go on: the interrupted step is planned again.
+        """
         before = self.world
-        self.world, output = advance(self.machine, before, note=self.note)
+        try:
+            self.world, output = advance(self.machine, before, note=self.note)
+        except BaseException:
+            self.world = recovered(before)
+            raise
         if output is None and self.world.flight is None and has_work(self.world.state) and before.flight is None:
             raise AgentInferError("nothing is running and the policy admits none of those that wait")
         if output is not None and self.names:
@@ -137,7 +155,10 @@ class Engine:
         return output
 
     def reset(self, state: EngineState) -> None:
-        """Go on from *state*, an earlier one made current by `rewind`, say. What is in flight lands first."""
+        """Go on from *state*, an earlier one made current by `rewind`, say. What is in flight lands into nothing.
+
+        A trace can not say this: begin another one.
+        """
         if self.world.flight is not None:
             settle(self.world.state, self.world.flight)
         self.world = World(state, self.world.device, None)
@@ -240,7 +261,7 @@ class Delta:
     """On the last piece: the whole."""
 
 
-def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Iterator[Delta]:
+def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Generator[Delta]:
     """Complete *prompt*, piece by piece; never half a character. Closing the iterator aborts the request.
 
     Raises InvalidRequest at the first piece if the prompt is refused.

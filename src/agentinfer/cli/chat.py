@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from importlib import import_module
-from typing import cast
 
 from attrs import define
 
@@ -15,7 +14,7 @@ from agentinfer.cli.interrupt import on_interrupt
 from agentinfer.cli.opened import opened, params_of
 from agentinfer.cli.usage import Usage, complain
 from agentinfer.errors import InvalidRequest
-from agentinfer.loop import Delta, Engine, stream
+from agentinfer.loop import Engine, stream
 from agentinfer.state.request import SamplingParams
 from agentinfer.text import Text, chat
 
@@ -81,7 +80,7 @@ def answered(engine: Engine, text: Text, messages: list[Message], params: Sampli
     pieces: list[str] = []
     interrupt, error = Interrupt(), None
     try:
-        deltas = cast(Generator[Delta], stream(engine, chat(text, messages), params))
+        deltas = stream(engine, chat(text, messages), params)
         with on_interrupt(interrupt), closing(deltas):
             for delta in deltas:
                 print(delta.text, end="", flush=True)

@@ -7,9 +7,11 @@ Shapes: N blocks + 1 (block 0 is the sink of padding), B tokens a block, H local
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -138,10 +140,17 @@ def allocate(
     layers: list[LayerKv] = []
     for layer, layout in enumerate(layouts):
         shape = (layout.planes, num_blocks + 1, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        memory = torch.full(shape, fill, dtype=layout.dtype, device=device)
+        memory = _memory(shape, layout.dtype, device, fill)
         layers.append(LayerKv(layer, layout, memory[0], memory[1] if layout.planes > 1 else None))
     table = torch.zeros((num_rows + 1, max_blocks_per_seq), dtype=torch.int32, device=device)
     return KvCache(tuple(layers), table, step=-1, epoch=0, lease=Lease())
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: float) -> Tensor:
+    """A tensor full of *fill*. Zeros on a CPU come from the system page by page, when they are first touched."""
+    if fill or device.type != "cpu":
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def copy_blocks(kv: Donated[KvCache], copies: Copies) -> KvCache:

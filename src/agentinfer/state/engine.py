@@ -132,6 +132,7 @@ def digest(state: EngineState) -> str:
     h.update(state.pool.refs.tobytes())
     h.update(state.order.tobytes())
     pool = state.pool
+    h.update(np.array(list(pool.free), np.int32).tobytes())
     facts = (
         state.limits,
         state.step,
@@ -140,7 +141,6 @@ def digest(state: EngineState) -> str:
         state.requeued,
         state.rows,
         state.retabled,
-        list(pool.free),
         [entry for entry in pool.lru if pool.cached.get(entry[0]) == entry[1]],
         sorted((block, key.hash, key.parent) for block, key in pool.keys.items()),
     )

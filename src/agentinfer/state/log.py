@@ -51,8 +51,7 @@ class Log(Generic[T]):
         return self._items[first:last]
 
     def __iter__(self) -> Iterator[T]:
-        for i in range(self._size):
-            yield self._items[i]
+        return iter(self._items[: self._size])
 
     def __repr__(self) -> str:
         return f"Log({list(self)!r})"
@@ -74,7 +73,7 @@ class Queue(Generic[T]):
         return len(self.log) - self.head
 
     def __iter__(self) -> Iterator[T]:
-        return (self.log[i] for i in range(self.head, len(self.log)))
+        return iter(self.log.between(self.head, len(self.log)))
 
     def __repr__(self) -> str:
         return f"Queue({list(self)!r})"
