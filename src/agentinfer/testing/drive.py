@@ -10,7 +10,8 @@ Any wrong step is a Fault, in words. Needs no Hypothesis, so that a plain test c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from attrs import define, field, frozen
 
@@ -20,7 +21,7 @@ from agentinfer.state.check import violations
 from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import EngineState, digest, find_waiting, has_work, initial
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
-from agentinfer.state.history import replay, rewind
+from agentinfer.state.history import Moment, replay, rewind
 from agentinfer.state.ids import SeqId, cdiv, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Output, Plan
@@ -72,6 +73,9 @@ class Drive:
     digests: list[str] = field(factory=list)
     plans: list[Plan] = field(factory=list)
     snapshots: list[Snapshot] = field(factory=list)
+    moments: Iterator[Moment] | None = None
+    """The events replayed so far."""
+    replayed: int = 0
     recorded: bool = True
     """The events lead from the first state to this one: nobody has rewound."""
 
@@ -194,11 +198,18 @@ class Drive:
         """Live through the recorded events again: after each of them the digest must be the same."""
         if not self.recorded or self.hasher is not block_hash:
             return
-        moments = iter(replay(self.limits, self.events, self.policy))
-        next(moments)
-        for i, (moment, wanted) in enumerate(zip(moments, self.digests, strict=True)):
-            if digest(moment.state) != wanted:
+        if self.moments is None:
+            self.moments = replay(self.limits, self._recording(), self.policy)
+            next(self.moments)
+        for i in range(self.replayed, len(self.events)):
+            if digest(next(self.moments).state) != self.digests[i]:
                 raise Fault(f"the replay differs from event {i} on, {self.events[i]}")
+        self.replayed = len(self.events)
+
+    def _recording(self) -> Iterator[Event]:
+        """The events as they come, without an end: `replay` goes on where it was."""
+        for i in count():
+            yield self.events[i]
 
     def _schedule(self) -> Plan | None:
         before = self.state
