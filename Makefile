@@ -54,7 +54,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 
 types: $(VENV)/.dev
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
