@@ -73,13 +73,13 @@ def _registered(state: EngineState, run: Running, written: int) -> Iterator[str]
     pool, size = state.pool, state.limits.block_size
     if len(run.hashes) > written // size:
         yield f"{len(run.hashes)} registered blocks, but only {written} positions have landed"
-    for i, (block, h) in enumerate(zip(run.blocks, run.hashes, strict=False)):
+    for i, (block, h, tokens) in enumerate(zip(run.blocks, run.hashes, run.tokens, strict=False)):
         key = pool.keys.get(block)
         if key is None or key.hash != h:
             yield f"block {block} at {i} is not registered under its hash"
             continue
         parent, salt = (run.blocks[i - 1], None) if i else (ROOT, run.request.salt)
-        if key.tokens != run.tokens[i] or key.parent != parent or (i == 0 and key.salt != salt):
+        if key.tokens != tokens or key.parent != parent or (i == 0 and key.salt != salt):
             yield f"block {block} at {i} is registered with other content"
 
 
