@@ -116,9 +116,6 @@ def convert(gguf: Path, folder: Path) -> Path:
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     restore_digits(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    eos = config["eos_token_id"]
-    if tokenizer.token_to_id(named["eos_token"]) != eos or not named.get("chat_template"):
-        raise AgentInferError(f"{gguf.name}: no chat template, or end token {eos} is not {named['eos_token']!r}")
     limit = config["max_position_embeddings"]
     files = {
         "config.json": config,
@@ -166,9 +163,13 @@ def _read_gguf(gguf: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Tok
     weights = {k: v.contiguous() for k, v in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del weights["lm_head.weight"]
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
-    named = {k: str(getattr(found, k)) for k in names if getattr(found, k) is not None}
-    return config, weights, found.backend_tokenizer, named
+    tokenizer: Tokenizer = found.backend_tokenizer
+    # By the ids of the file: versions of transformers differ in what they call the end token here.
+    ids = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    named = {name: str(tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None}
+    if not found.chat_template or "eos_token" not in named:
+        raise AgentInferError(f"{gguf.name}: has no chat template, or no end token")
+    return config, weights, tokenizer, named | {"chat_template": str(found.chat_template)}
 
 
 def _publish(made: Path, home: Path) -> None:
