@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from agentinfer.state.admit import abort, arrive, fail, fork
 from agentinfer.state.blocks import BlockHash, PoolDraft, block_hash
@@ -151,6 +151,15 @@ class Drive:
         self.flight = launched
         self._keep()
         return output
+
+    def set_budget(self, max_num_batched_tokens: int) -> None:
+        """Another budget from here on. No event says so: what follows is not replayed."""
+        self.replay()
+        self.recorded = False
+        self.limits = evolve(self.limits, max_num_batched_tokens=max_num_batched_tokens)
+        self.ghost.limits = self.books.limits = self.ledger.limits = self.limits
+        self.books.hungry.clear()
+        self._set(evolve(self.state, limits=self.limits))
 
     def rewind(self, back: int) -> None:
         """Go on from the *back*-th last kept state. Sequences that arrived since are forgotten.

@@ -8,7 +8,7 @@ in words. `launch` and `land` stand where the real ones do, so a loop over the g
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from attrs import define, field, frozen
@@ -257,32 +257,30 @@ class GhostDevice:
 
 def check_shape(limits: Limits, plan: Plan) -> None:
     """Raise Fault unless *plan* is well-formed and within *limits*."""
-    rows, count = ints(plan.rows), ints(plan.count)
-    total, samples = sum(count), ints(plan.samples)
-    ends = np.cumsum(plan.count) - 1
-    name = f"step {plan.step}"
+    rows, count, seqs, slots, samples = map(ints, (plan.rows, plan.count, plan.seqs, plan.slots, plan.samples))
+    total, ends = sum(count), np.cumsum(plan.count) - 1
     each_row = (plan.seqs, plan.start, plan.count, plan.context)
     each_sample = (plan.sample_rows, plan.sampling.params, plan.sampling.index)
-    rules = (
-        (bool(rows), "runs nobody"),
-        (all(len(column) == len(rows) for column in each_row), "has columns of unequal length"),
-        (len(set(rows)) == len(rows), f"runs a row twice: {rows}"),
-        (len(set(ints(plan.seqs))) == len(rows), f"runs a sequence twice: {plan.seqs}"),
-        (all(1 <= row <= limits.max_num_seqs for row in rows), f"runs rows {rows} of {limits.max_num_seqs}"),
-        (all(n >= 1 for n in count), f"runs a row for nothing: {count}"),
-        (total <= limits.max_num_batched_tokens, f"computes {total} positions of {limits.max_num_batched_tokens}"),
-        (len(plan.slots) == len(plan.inputs) == total, f"has {len(plan.slots)} slots for {total} positions"),
-        (bool((plan.context == plan.start + plan.count).all()), f"lets rows attend to {plan.context} keys"),
-        (len(set(ints(plan.slots))) == total, f"writes a slot twice: {plan.slots}"),
-        (all(slot >= limits.block_size for slot in ints(plan.slots)), f"writes into the sink: {plan.slots}"),
-        (samples == sorted(set(samples)), f"samples {samples}"),
-        (all(len(column) == len(samples) for column in each_sample), "has sampling columns of unequal length"),
-        (ints(ends[plan.sample_rows]) == samples, f"samples positions {samples}, its rows end at {ends}"),
-        (all(i < len(samples) for i, _ in plan.sampling.banned), f"bans tokens for {plan.sampling.banned}"),
+    if not rows or any(len(column) != len(rows) for column in each_row):
+        raise Fault(f"step {plan.step} runs nobody, or has columns of unequal length: {rows}")
+    rules: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (len(set(rows)) == len(rows), lambda: f"runs a row twice: {rows}"),
+        (len(set(seqs)) == len(rows), lambda: f"runs a sequence twice: {seqs}"),
+        (all(1 <= row <= limits.max_num_seqs for row in rows), lambda: f"runs rows {rows} of {limits.max_num_seqs}"),
+        (all(n >= 1 for n in count), lambda: f"runs a row for nothing: {count}"),
+        (total <= limits.max_num_batched_tokens, lambda: f"computes {total} of {limits.max_num_batched_tokens} positions"),
+        (len(slots) == len(plan.inputs) == total, lambda: f"has {len(slots)} slots for {total} positions"),
+        (bool((plan.context == plan.start + plan.count).all()), lambda: f"lets rows attend to {plan.context} keys"),
+        (len(set(slots)) == total, lambda: f"writes a slot twice: {slots}"),
+        (all(slot >= limits.block_size for slot in slots), lambda: f"writes into the sink: {slots}"),
+        (samples == sorted(set(samples)), lambda: f"samples {samples}"),
+        (all(len(column) == len(samples) for column in each_sample), lambda: "has sampling columns of unequal length"),
+        (ints(ends[plan.sample_rows]) == samples, lambda: f"samples positions {samples}, its rows end at {ends}"),
+        (all(i < len(samples) for i, _ in plan.sampling.banned), lambda: f"bans tokens for {plan.sampling.banned}"),
     )
     for holds, otherwise in rules:
         if not holds:
-            raise Fault(f"{name} {otherwise}")
+            raise Fault(f"step {plan.step} {otherwise()}")
 
 
 def check_sampling(limits: Limits, script: Script, sampling: SamplingColumns, i: int, end: int) -> None:

@@ -89,6 +89,11 @@ class EngineMachine(RuleBasedStateMachine):
         """Back to an older state, over the device as it is."""
         self.drive.rewind(back)
 
+    @rule(budget=st.integers(1, 8))
+    def set_budget(self, budget: int) -> None:
+        """Another budget: fewer positions than rows, maybe."""
+        self.drive.set_budget(budget)
+
     def teardown(self) -> None:
         """All that is left comes to its end, and every block back."""
         if hasattr(self, "drive"):
