@@ -44,6 +44,7 @@ ci:
 	$(MAKE) --no-print-directory tests
 
 soak: $(VENV)/.dev
+	$(BIN)/python tests/soak.py --programs 20000
 	HYPOTHESIS_PROFILE=soak $(PYTEST) $(WORKERS) tests/state tests/testing
 
 docs: $(VENV)/.docs

@@ -1,8 +1,8 @@
 """Profiles of Hypothesis, a fixed seed, one thread, no network. Works where torch is not installed.
 
-HYPOTHESIS_PROFILE chooses `fast` (make test; the default), `ci` (make ci) or `soak` (make soak). Tests take the
-number of their examples from the profile. The seed is fixed, except in a soak; it is printed in the header, and
-`--hypothesis-seed=N` sets another.
+HYPOTHESIS_PROFILE chooses `fast` (make test; the default), `ci` (make ci) or `soak` (make soak, after tests/soak.py).
+Tests take the number of their examples from the profile. The seed is fixed, except in a soak; it is printed in the
+header, and `--hypothesis-seed=N` sets another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ settings.register_profile(
 settings.register_profile(
     "soak",
     deadline=None,
-    max_examples=20_000,
+    max_examples=5_000,
     stateful_step_count=50,
     database=None,
     print_blob=True,
