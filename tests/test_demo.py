@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import decoders, normalizers
 
 import toys
 from agentinfer import demo
@@ -151,13 +152,23 @@ def test_converts_exactly(tmp_path: Path) -> None:
 
 
 def test_digits_are_split_again() -> None:
-    """Each digit is a token of its own, after and not before; a tokenizer that can not do so is refused."""
+    """Each digit is a token of its own, after and not before, whatever stood around the vocabulary."""
     tokenizer = toys.byte_level()
     assert tokenizer.encode("12").tokens == ["12"]
-    demo.restore_digits(tokenizer)
-    assert tokenizer.encode("x12345 6").tokens == ["x", "1", "2", "3", "4", "5", toys.byte_token(b" "), "6"]
-    with pytest.raises(AgentInferError, match="digits"):
-        demo.restore_digits(toys.words())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()])
+    tokenizer.normalizer = normalizers.Lowercase()
+    made = demo.restore_digits(tokenizer)
+    ids = made.encode("X12345 6<|im_end|>").ids
+    space = toys.byte_token(b" ")
+    assert [made.id_to_token(i) for i in ids] == ["X", "1", "2", "3", "4", "5", space, "6", "<|im_end|>"]
+    assert made.decode(ids) == "X12345 6"
+    assert tokenizer.encode("12").tokens == ["12"]
+
+
+def test_a_vocabulary_without_digits_is_refused() -> None:
+    """A file whose tokenizer does not come apart into digits is not taken for the model."""
+    with pytest.raises(AgentInferError, match="not into digits"):
+        demo.restore_digits(toys.end_of_word())
 
 
 def test_made_once(tmp_path: Path, local_index: Path, fake_convert: None) -> None:

@@ -114,8 +114,7 @@ def convert(gguf: Path, folder: Path) -> Path:
     config, weights, tokenizer, named = _read_gguf(gguf)
     folder.mkdir()
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    restore_digits(tokenizer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    restore_digits(tokenizer).save(str(folder / "tokenizer.json"))
     limit = config["max_position_embeddings"]
     files = {
         "config.json": config,
@@ -127,21 +126,27 @@ def convert(gguf: Path, folder: Path) -> Path:
     return folder
 
 
-def restore_digits(tokenizer: Tokenizer) -> None:
-    """Put back the split of numbers into digits, which a GGUF file does not carry. *tokenizer* is changed.
+def restore_digits(tokenizer: Tokenizer) -> Tokenizer:
+    """*tokenizer* with the steps around its vocabulary that the model was trained with.
 
-    The model was trained on single digits: without it, it would meet tokens that it has never seen. **Source**: the
-    `pre_tokenizer` of SmolLM2's own tokenizer.json. Raises AgentInferError if it does not work.
+    A GGUF file carries the vocabulary alone, and versions of transformers put different steps around it, none of which
+    splits numbers into digits: the model would meet tokens that it has never seen. **Source**: SmolLM2's own
+    tokenizer.json. Raises AgentInferError if digits are not split.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import Tokenizer
 
-    bytes_after = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-    split: Any = [pre_tokenizers.Digits(individual_digits=True), bytes_after]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    bytes_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    digits_step = {"type": "Digits", "individual_digits": True}
+    said = json.loads(tokenizer.to_str())
+    said |= {"normalizer": None, "post_processor": None, "decoder": bytes_step}
+    said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits_step, bytes_step]}
+    said["model"] |= {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    made = Tokenizer.from_str(json.dumps(said))
     probe = "in 12345"
-    tokens = tokenizer.encode(probe, add_special_tokens=False).tokens
+    tokens = made.encode(probe).tokens
     if tokens[-5:] != list("12345"):
         raise AgentInferError(f"the converted tokenizer splits {probe!r} into {tokens}, not into digits")
+    return made
 
 
 def _read_gguf(gguf: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Tokenizer, dict[str, str]]:
