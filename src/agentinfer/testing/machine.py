@@ -80,8 +80,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.drive.live))
     @rule(data=st.data(), seeds=_SEEDS)
     def fork(self, data: st.DataObject, seeds: list[int | None]) -> None:
-        """A live sequence goes on in up to three more ways."""
-        self.drive.fork(data.draw(st.sampled_from(self.drive.live)), seeds)
+        """A live sequence, a running one by preference, goes on in up to three more ways."""
+        running = [run.seq for run in self.drive.state.rows if run is not None]
+        self.drive.fork(data.draw(st.sampled_from([*running * 3, *self.drive.live])), seeds)
+        self.drive.step()
 
     @precondition(lambda self: bool(self.drive.snapshots))
     @rule(back=st.integers(0, 5))
@@ -112,13 +114,15 @@ def check_policy(policy: Policy, examples: int = 200, *, promises: Promises | No
 
     A policy is a plain function, so this is all it takes to test one of your own::
 
+        from itertools import islice
+
         from attrs import evolve
         from agentinfer.state.policy import throughput
         from agentinfer.testing import check_policy
 
         def one_at_a_time(state):
             for turn in throughput(state):
-                yield evolve(turn, admit=() if len(state.order) else turn.admit)
+                yield evolve(turn, admit=islice(turn.admit, 0 if len(state.order) else 1))
 
         check_policy(one_at_a_time)
 
