@@ -36,8 +36,8 @@ def some(column: Bool) -> bool:
     return bool(np.count_nonzero(column))
 
 
-def every(column: Bool) -> bool:
-    """Whether all elements are true; several times as fast as `column.all()` on short columns."""
+def every(column: npt.NDArray[Any]) -> bool:
+    """Whether all elements are true, or not 0; several times as fast as `column.all()` on short columns."""
     return int(np.count_nonzero(column)) == len(column)
 
 

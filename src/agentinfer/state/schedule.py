@@ -18,7 +18,7 @@ from agentinfer.state.engine import EngineState, find_running, known_tokens
 from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, every, ints, seal, some, total
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Plan, SamplingColumns, TableEntries
-from agentinfer.state.policy import Policy, Turn, needs, queue, reserve, throughput
+from agentinfer.state.policy import NOBODY, Policy, Turn, needs, queue, reserve, throughput
 from agentinfer.state.sequence import Running, Waiting
 
 
@@ -111,7 +111,10 @@ def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
         rows, count, asked = rows[count > 0], count[count > 0], budget
     size = draft.limits.block_size
     at = draft.state.cols.computed.take(rows) % size
-    growing = np.flatnonzero(at == 0 if asked == served else (at == 0) | (at + count > size))
+    if asked > served:
+        growing = np.flatnonzero((at == 0) | (at + count > size))
+    else:
+        growing = NOBODY if every(at) else np.flatnonzero(at == 0)
     if len(growing):
         start = draft.state.cols.computed[rows[growing]]
         extra = -(-(start + count[growing]) // size) - -(-start // size)
