@@ -38,7 +38,9 @@ def limits(**sizes: Any) -> Limits:
 def request(prompt: int | Sequence[int], max_tokens: int | None = 1, salt: str | None = None, **params: Any) -> Request:
     """A request for *max_tokens*; a number of prompt tokens stands for as many that no other number shares."""
     tokens = [(prompt * 64 + i) % 999 + 1 for i in range(prompt)] if isinstance(prompt, int) else prompt
-    return Request(tuple(tokens), SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "seed": 0, **params}), salt)
+    return Request(
+        tuple(tokens), SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "seed": 0, **params}), salt
+    )
 
 
 def drive(lim: Limits, policy: Policy = throughput, **more: Any) -> Drive:

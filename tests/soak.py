@@ -86,7 +86,7 @@ def main() -> int:
             (policy, overlap, _, _, number), done, fault = future.result()
             total += done
             took_s = time.perf_counter() - began
-            print(f"{took_s:7.0f} s {policy}, overlap {overlap}, seed {number}: {total['programs']} programs", flush=True)
+            print(f"{took_s:7.0f} s {policy}, overlap {overlap}, seed {number}: {total['programs']} done", flush=True)
             if fault:
                 print(fault)
                 pool.shutdown(cancel_futures=True)

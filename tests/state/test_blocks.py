@@ -46,7 +46,9 @@ def test_the_last_token_is_always_computed(case: tuple[int, int, int], policy, o
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize(("prompt", "tables"), [(3, [1, 1, 2, 2, 2, 2, 3]), (4, [1, 2, 2, 2, 2, 3, 3]), (5, [2, 2, 2, 2, 3, 3, 3])])
+@pytest.mark.parametrize(
+    ("prompt", "tables"), [(3, [1, 1, 2, 2, 2, 2, 3]), (4, [1, 2, 2, 2, 2, 3, 3]), (5, [2, 2, 2, 2, 3, 3, 3])]
+)
 def test_a_block_is_taken_by_the_step_that_writes_into_it(prompt: int, tables: list[int], cache: bool) -> None:
     """Before position p is written the table has ceil((p + 1) / 4) blocks, after prefill and in every decode."""
     engine = drive(limits(prefix_cache=cache))
@@ -68,7 +70,9 @@ def test_the_tail_of_a_chain_is_evicted_first() -> None:
         assert engine.over[seq].cached == cached
         gone = [key.hash for block, key in before.keys.items() if engine.state.pool.keys.get(block) != key]
         found = [engine.state.pool.index.get(h) for h in gone]
-        assert all(block is None or engine.state.pool.keys[block].hash == h for block, h in zip(found, gone, strict=True))
+        assert all(
+            block is None or engine.state.pool.keys[block].hash == h for block, h in zip(found, gone, strict=True)
+        )
     tokens = [engine.state.pool.keys[block].tokens for block in engine.state.pool.index.values()]
     assert sorted(tokens) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
 
@@ -125,11 +129,15 @@ def test_two_processes_agree_on_hashes() -> None:
 def test_a_collision_never_gives_another_prompts_blocks(hasher, policy) -> None:
     """With a hash that collides, answers are those without a cache: tokens and parents are compared on a hit."""
     engine = drive(limits(), policy, hasher=hasher)
-    asked = [request(p, 4) for p in (range(1, 10), range(11, 20), (1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 3, 2, 1, 5, 6, 7, 8, 9))]
+    asked = [
+        request(p, 4) for p in (range(1, 10), range(11, 20), (1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 3, 2, 1, 5, 6, 7, 8, 9))
+    ]
     for each in asked:
         seq = engine.arrive(each)
         engine.drain()
-        assert engine.over[seq].tokens == answer(engine.limits, each, engine.ghost.scripts[seq].seed, each.prompt).tokens
+        assert (
+            engine.over[seq].tokens == answer(engine.limits, each, engine.ghost.scripts[seq].seed, each.prompt).tokens
+        )
     assert engine.over[1].cached == engine.over[3].cached == 0
     assert engine.over[2].cached > 0
 

@@ -162,4 +162,6 @@ def test_a_lost_tail_token_is_named() -> None:
     """The last known token must be in the tail, or a decode would be fed another."""
     state = sound()
     tail = np.where(state.cols.tail == 1, 999, state.cols.tail).astype(np.int32)
-    assert any("tail" in line or "prompt" in line for line in violations(evolve(state, cols=evolve(state.cols, tail=tail))))
+    assert any(
+        "tail" in line or "prompt" in line for line in violations(evolve(state, cols=evolve(state.cols, tail=tail)))
+    )

@@ -124,7 +124,11 @@ def test_an_output_tells_each_end_once() -> None:
     state, plan = schedule(state)
     assert plan is not None
     state, output = commit(state, plan, sampled(plan, [5]))
-    assert [(done.seq, done.reason) for done in output.finished] == [(bad, "rejected"), (gone, "abort"), (good, "length")]
+    assert [(done.seq, done.reason) for done in output.finished] == [
+        (bad, "rejected"),
+        (gone, "abort"),
+        (good, "length"),
+    ]
     assert flush(state) == (state, None)
     state, late = arrive(state, request(()))
     state, output = flush(state)

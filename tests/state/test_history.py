@@ -70,7 +70,7 @@ def test_six_hundred_events_replay_in_half_a_second(policy, overlap: bool) -> No
 
 
 def test_a_rewound_engine_gives_the_same_answers() -> None:
-    """Back three steps over newer KV: sequences wait with what they knew then, find what is cached, and end the same."""
+    """Back three steps over newer KV: sequences wait with what they knew, find what is cached, and end the same."""
     engine = drive(limits(num_blocks=12, max_model_len=40))
     seqs = [engine.arrive(request(range(i, i + 9), 12)) for i in range(2)]
     for _ in range(6):
@@ -133,7 +133,12 @@ def test_a_forecast_is_what_happens(policy, data: st.DataObject) -> None:
     """With nothing stopping early and nobody arriving, forecast times are the real scheduler's, step by step."""
     hand = Hand.of(limits(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=40), policy=policy)
     for _ in range(data.draw(st.integers(1, 5))):
-        hand.arrive(request([data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 12)))], data.draw(st.integers(1, 8))))
+        hand.arrive(
+            request(
+                [data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 12)))],
+                data.draw(st.integers(1, 8)),
+            )
+        )
     seen = forecast(hand.state, lambda plan: 0.5 + plan.count.sum(), policy)
     now, first, finish, preempted = 0.0, {}, {}, 0
     while len(finish) < hand.state.next_seq:

@@ -131,11 +131,15 @@ def test_a_faulty_cache_is_found(pool, words: str, monkeypatch: pytest.MonkeyPat
     """The ledger has its own opinion on who leaves first and what can be found."""
     for module in ("schedule", "commit", "admit"):
         monkeypatch.setattr(f"agentinfer.state.{module}.PoolDraft", pool)
-    with pytest.raises(Fault, match=words):
-        engine = drive(limits(num_blocks=8, max_model_len=32))
+    engine = drive(limits(num_blocks=8, max_model_len=32))
+
+    def prompts() -> None:
         for i in range(8):
             engine.arrive(request(range(i % 3 * 40, i % 3 * 40 + 9 + i), 3))
             engine.drain()
+
+    with pytest.raises(Fault, match=words):
+        prompts()
 
 
 def test_a_transition_that_is_not_pure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,10 @@ def params(plan: Plan, name: str, value: float) -> Plan:
 
 
 WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
-    "nobody": (lambda p: evolve(p, rows=p.rows[:0], seqs=p.seqs[:0], start=p.start[:0], count=p.count[:0]), "runs nobody"),
+    "nobody": (
+        lambda p: evolve(p, rows=p.rows[:0], seqs=p.seqs[:0], start=p.start[:0], count=p.count[:0]),
+        "runs nobody",
+    ),
     "lengths": (lambda p: evolve(p, seqs=p.seqs[:1]), "unequal length"),
     "row twice": (lambda p: column(p, "rows", 1, p.rows[0]), "runs a row twice"),
     "sequence twice": (lambda p: column(p, "seqs", 1, p.seqs[0]), "runs a sequence twice"),
@@ -63,15 +66,18 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "sink": (lambda p: column(p, "slots", 1, 2), "into the sink"),
     "no sample": (
         lambda p: sampling(
-            evolve(p, samples=p.samples[:0], sample_rows=p.sample_rows[:0]), params=p.sampling.params[:0],
-            index=p.sampling.index[:0], banned=(),
+            evolve(p, samples=p.samples[:0], sample_rows=p.sample_rows[:0]),
+            params=p.sampling.params[:0],
+            index=p.sampling.index[:0],
+            banned=(),
         ),
         "does not sample the last chunk",
     ),
     "wrong sample": (lambda p: column(p, "samples", 0, 1), "samples positions"),
     "chunk sampled": (
         lambda p: sampling(
-            evolve(p, samples=np.array([0, 7]), sample_rows=np.array([0, 1])), params=p.sampling.params.repeat(2),
+            evolve(p, samples=np.array([0, 7]), sample_rows=np.array([0, 1])),
+            params=p.sampling.params.repeat(2),
             index=p.sampling.index.repeat(2),
         ),
         "a chunk that is not the last",
@@ -98,7 +104,10 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "shared write": (lambda p: column(p, "slots", 2, p.slots[0] + 1), "hold"),
     "cached write": (lambda p: column(p, "slots", 0, 4), "which the prefix cache knows"),
     "skipped": (lambda p: column(column(p, "start", 1, 1), "context", 1, 8), "never written"),
-    "copies twice": (lambda p: evolve(p, copies=((1, p.tables[-1][2][-1]), (2, p.tables[-1][2][-1]))), "copies to blocks"),
+    "copies twice": (
+        lambda p: evolve(p, copies=((1, p.tables[-1][2][-1]), (2, p.tables[-1][2][-1]))),
+        "copies to blocks",
+    ),
     "copy to nobody": (lambda p: evolve(p, copies=((BlockId(1), BlockId(9)),)), "not one sequence's own"),
     "stranger": (lambda p: column(p, "seqs", 1, 55), "not its row"),
 }
@@ -189,7 +198,7 @@ def test_complete_tables_replace_all() -> None:
 
 
 def test_the_model_depends_on_prefix_seed_and_index() -> None:
-    """Other tokens before, another seed, another index or salt: each gives another choice somewhere, the same gives the same."""
+    """Other tokens before, another seed, index or salt: each gives another choice somewhere, the same the same."""
     from agentinfer.testing.oracle import choose, prints
 
     at = [prints(salt, tokens)[-1] for salt in (None, "a") for tokens in ((1, 2), (2, 1), (1, 2, 2))]

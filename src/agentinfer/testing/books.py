@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -19,7 +19,7 @@ from agentinfer.testing.oracle import limit
 
 @frozen
 class Promises:
-    """What a policy claims beyond what `schedule` guarantees for every policy. Claim nothing, and nothing is checked."""
+    """What a policy claims beyond what `schedule` guarantees for all. Claim nothing, and nothing is checked."""
 
     never_preempts: bool = False
     """Once admitted, a sequence runs to its end: blocks for all of it can always be had."""
@@ -35,11 +35,12 @@ class Promises:
 
 def same_plan(one: Any, other: Any) -> str:
     """The name of the first field in which two plans differ; empty if they are equal."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+    kind = cast(Any, type(one))
+    if kind is np.ndarray and type(other) is np.ndarray:
         return "" if one.dtype == other.dtype and np.array_equal(one, other) else "array"
-    if one is None or other is None or not attrs.has(type(one)) or isinstance(one, tuple | int):
+    if not attrs.has(kind) or type(other) is not kind:
         return "" if one == other else "value"
-    for name in attrs.fields_dict(type(one)):
+    for name in attrs.fields_dict(kind):
         if same_plan(getattr(one, name), getattr(other, name)):
             return name
     return ""
@@ -47,20 +48,20 @@ def same_plan(one: Any, other: Any) -> str:
 
 @define(eq=False)
 class Books:
-    """The history of every sequence since its last admission."""
+    """The history of every sequence since its last admission. Mutable on purpose."""
 
     limits: Limits
     promises: Promises
     scripts: dict[SeqId, Script]
-    admitted: dict[SeqId, int] = field(factory=dict)
+    admitted: dict[SeqId, int] = field(factory=dict[SeqId, int])
     """Running sequence -> step of the plan that admitted it."""
-    done: dict[SeqId, int] = field(factory=dict)
+    done: dict[SeqId, int] = field(factory=dict[SeqId, int])
     """Running sequence -> positions computed, those in flight included."""
-    found: dict[SeqId, int] = field(factory=dict)
+    found: dict[SeqId, int] = field(factory=dict[SeqId, int])
     """Positions that need not be computed at a sequence's first admission."""
-    hungry: dict[SeqId, int] = field(factory=dict)
+    hungry: dict[SeqId, int] = field(factory=dict[SeqId, int])
     """Steps in a row that left it out although it could run."""
-    parents: dict[SeqId, SeqId] = field(factory=dict)
+    parents: dict[SeqId, SeqId] = field(factory=dict[SeqId, SeqId])
 
     def took_part(self, seq: SeqId, plan: Plan) -> bool:
         """Whether *plan* ran *seq* since its last admission."""
@@ -91,7 +92,9 @@ class Books:
             script = self.scripts[SeqId(seq)]
             if script.seq in self.done:
                 if start != self.done[script.seq]:
-                    raise Fault(f"step {plan.step} computes sequence {seq} from {start}; it was at {self.done[script.seq]}")
+                    raise Fault(
+                        f"step {plan.step} computes sequence {seq} from {start}; it was at {self.done[script.seq]}"
+                    )
             else:
                 self._admission(after, script, start, ledger)
                 self.admitted[script.seq] = plan.step
@@ -160,7 +163,7 @@ class Books:
             raise Fault(f"the running sequences still need {missing} blocks, {after.pool.num_available} are to be had")
 
     def _unmixed(self, plan: Plan, needs: dict[SeqId, int]) -> None:
-        """A row that computes, or could, more than one position is a prompt; one that has sampled and can not, decodes."""
+        """A row that computes, or could, more than one position is a prompt; one that can not, decodes."""
         prompts = [seq for seq, need in needs.items() if need > 1]
         prompts += [seq for seq, n in zip(ints(plan.seqs), ints(plan.count), strict=True) if n > 1 and seq not in needs]
         decodes = [seq for seq in ints(plan.seqs) if needs.get(SeqId(seq), 0) == 1 and self._has_sampled(SeqId(seq))]

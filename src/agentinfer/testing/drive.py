@@ -51,12 +51,12 @@ class Snapshot:
 
 @define(eq=False)
 class Drive:
-    """One engine, one ghost. Every method checks all it can and raises Fault."""
+    """One engine, one ghost. Every method checks all it can and raises Fault. Mutable on purpose."""
 
     limits: Limits
     policy: Policy
     overlap: bool = False
-    promises: Promises = Promises()
+    promises: Promises = field(factory=Promises)
     hasher: BlockHash = block_hash
     state: EngineState = field(init=False)
     name: str = field(init=False)
@@ -65,14 +65,16 @@ class Drive:
     books: Books = field(init=False)
     ledger: Ledger = field(init=False)
     flight: GhostFlight | None = None
-    over: dict[SeqId, Finished] = field(factory=dict)
+    over: dict[SeqId, Finished] = field(factory=dict[SeqId, Finished])
     """How each sequence ended, as the outputs told it."""
-    due: dict[SeqId, tuple[FinishReason, tuple[int, ...]]] = field(factory=dict)
+    due: dict[SeqId, tuple[FinishReason, tuple[int, ...]]] = field(
+        factory=dict[SeqId, tuple[FinishReason, tuple[int, ...]]]
+    )
     """Ends that no output has told yet."""
-    events: list[Event] = field(factory=list)
-    digests: list[str] = field(factory=list)
-    plans: list[Plan] = field(factory=list)
-    snapshots: list[Snapshot] = field(factory=list)
+    events: list[Event] = field(factory=list[Event])
+    digests: list[str] = field(factory=list[str])
+    plans: list[Plan] = field(factory=list[Plan])
+    snapshots: list[Snapshot] = field(factory=list[Snapshot])
     moments: Iterator[Moment] | None = None
     """The events replayed so far."""
     replayed: int = 0
@@ -316,7 +318,9 @@ class Drive:
             if done.reason == "stop" and done.detail != str(done.tokens[-1]):
                 raise Fault(f"sequence {done.seq} was stopped by {done.tokens[-1]}; it says {done.detail!r}")
             if done.seq not in self.books.parents and done.cached != self.books.found.get(done.seq, 0):
-                raise Fault(f"{done.seq} found {self.books.found.get(done.seq, 0)} tokens cached; it says {done.cached}")
+                raise Fault(
+                    f"{done.seq} found {self.books.found.get(done.seq, 0)} tokens cached; it says {done.cached}"
+                )
             self.over[done.seq] = done
         if self.due:
             raise Fault(f"sequences {sorted(self.due)} ended, and no output says so")

@@ -30,7 +30,7 @@ class Fault(AssertionError):
 
 @define
 class Script:
-    """What one sequence is to be: the ghost holds every read and write against it."""
+    """What one sequence is to be: the ghost holds every read and write against it. Mutable on purpose."""
 
     seq: SeqId
     request: Request
@@ -62,7 +62,7 @@ class Written:
 
 
 class GhostFlight:
-    """A step under way. Its tokens can not be had before the device's `land`."""
+    """A step under way, immutable. Its tokens can not be had before the device's `land`."""
 
     __slots__ = ("_sampled", "plan")
 
@@ -114,7 +114,7 @@ class GhostDevice:
 
     def land(self, flight: GhostFlight, bad: Iterable[int] = ()) -> Sampled:
         """The tokens of *flight*. The samples *bad* had no finite logits: their tokens and KV are rubbish."""
-        result = flight._sampled  # noqa: SLF001 - hidden from everybody else
+        result = flight._sampled  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - hidden from all others
         tokens, ok = result.tokens.copy(), result.ok.copy()
         for i in bad:
             tokens[i], ok[i] = POISON, False
@@ -137,7 +137,9 @@ class GhostDevice:
         if plan.base == -1:
             self.tables.clear()
         elif plan.base != self.holds:
-            raise Fault(f"step {plan.step} extends the tables of step {plan.base}; the device holds those of {self.holds}")
+            raise Fault(
+                f"step {plan.step} extends the tables of step {plan.base}; the device holds those of {self.holds}"
+            )
         for row, first, blocks in plan.tables:
             table = self.tables.setdefault(row, [])
             if not 1 <= row <= self.limits.max_num_seqs:
@@ -160,7 +162,9 @@ class GhostDevice:
                 raise Fault(f"row {run.row} has blocks {run.blocks}; the device was told {held} up to step {plan.step}")
             computed = int(witness.cols.computed[run.row])
             if len(run.blocks) != cdiv(computed, size):
-                raise Fault(f"sequence {run.seq} holds {len(run.blocks)} blocks for {computed} positions of {size} a block")
+                raise Fault(
+                    f"sequence {run.seq} holds {len(run.blocks)} blocks for {computed} positions of {size} a block"
+                )
         running = {int(run.row): run for run in witness.rows if run is not None}
         for row, seq in zip(ints(plan.rows), ints(plan.seqs), strict=True):
             if row not in running or running[row].seq != seq:
@@ -177,7 +181,9 @@ class GhostDevice:
                 raise Fault(f"sequence {writer} writes into block {block}, which sequences {holders.get(block)} hold")
         for source, target in plan.copies:
             if target in witness.pool.keys or len(holders.get(target, ())) != 1:
-                raise Fault(f"step {plan.step} copies block {source} over block {target}, which is not one sequence's own")
+                raise Fault(
+                    f"step {plan.step} copies block {source} over block {target}, which is not one sequence's own"
+                )
 
     def _copy(self, plan: Plan) -> None:
         size = self.limits.block_size
@@ -212,7 +218,8 @@ class GhostDevice:
             flat = at + position - start
             if plan.slots[flat] != slots[position]:
                 raise Fault(
-                    f"position {position} of sequence {seq} goes to slot {plan.slots[flat]}, its table says {slots[position]}"
+                    f"position {position} of sequence {seq} goes to slot {plan.slots[flat]}, its table says "
+                    f"{slots[position]}"
                 )
             at_print = extend(at_print, self._input(plan, script, row, position, int(plan.inputs[flat])))
             self.kv[slots[position]] = Written(at_print, SeqId(seq), position, plan.step)
@@ -227,7 +234,9 @@ class GhostDevice:
             raise Fault(f"{who}, which was never written")
         if held.print != script.prints[position]:
             what = "rubbish" if held.print == -1 else "another prefix"
-            raise Fault(f"{who}: {what}, written in step {held.step} as position {held.position} of sequence {held.seq}")
+            raise Fault(
+                f"{who}: {what}, written in step {held.step} as position {held.position} of sequence {held.seq}"
+            )
 
     def _input(self, plan: Plan, script: Script, row: int, position: int, given: int) -> int:
         """The token at *position*, held against what it must be."""
@@ -268,7 +277,10 @@ def check_shape(limits: Limits, plan: Plan) -> None:
         (len(set(seqs)) == len(rows), lambda: f"runs a sequence twice: {seqs}"),
         (all(1 <= row <= limits.max_num_seqs for row in rows), lambda: f"runs rows {rows} of {limits.max_num_seqs}"),
         (all(n >= 1 for n in count), lambda: f"runs a row for nothing: {count}"),
-        (total <= limits.max_num_batched_tokens, lambda: f"computes {total} of {limits.max_num_batched_tokens} positions"),
+        (
+            total <= limits.max_num_batched_tokens,
+            lambda: f"computes {total} of {limits.max_num_batched_tokens} positions",
+        ),
         (len(slots) == len(plan.inputs) == total, lambda: f"has {len(slots)} slots for {total} positions"),
         (bool((plan.context == plan.start + plan.count).all()), lambda: f"lets rows attend to {plan.context} keys"),
         (len(set(slots)) == total, lambda: f"writes a slot twice: {slots}"),

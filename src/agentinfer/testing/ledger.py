@@ -46,15 +46,15 @@ def reusable(limits: Limits, known: Collection[Content], salt: str | None, token
 
 @define
 class Ledger:
-    """What the cache of one engine did so far. Call `observe` after every transition."""
+    """What the cache of one engine did so far. Call `observe` after every transition. Mutable on purpose."""
 
     limits: Limits
     exact: bool
     """Hashes do not collide, so all that has landed can be found."""
     now: int = 0
-    released: dict[BlockId, int] = field(factory=dict)
+    released: dict[BlockId, int] = field(factory=dict[BlockId, int])
     """Cached block -> the transition in which its last holder let go of it."""
-    known: dict[BlockId, Content] = field(factory=dict)
+    known: dict[BlockId, Content] = field(factory=dict[BlockId, Content])
     """Registered block -> its content."""
     held: frozenset[BlockId] = frozenset()
 
@@ -90,7 +90,9 @@ class Ledger:
         cached = frozenset(known) - held
         parts = len(held) + len(cached) + len(free)
         if held & free or cached & free or parts != self.limits.num_blocks or len(state.pool.free) != len(free):
-            raise Fault(f"held {sorted(held)}, cached {sorted(cached)}, free {sorted(free)}: not {self.limits.num_blocks}")
+            raise Fault(
+                f"held {sorted(held)}, cached {sorted(cached)}, free {sorted(free)}: not {self.limits.num_blocks}"
+            )
         lengths = sum(len(run.blocks) for run in state.rows if run is not None)
         if int(state.pool.refs.sum()) != lengths:
             raise Fault(f"{state.pool.refs.sum()} references, the tables have {lengths} entries")

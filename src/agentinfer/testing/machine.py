@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,11 +25,12 @@ _SEEDS = st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=1, max_size=
 
 def promises_of(policy: Policy) -> Promises:
     """What the package's own policies promise; of any other, nothing is known."""
-    return {reserve: RESERVE, throughput: THROUGHPUT}.get(policy, Promises())
+    known: dict[Policy, Promises] = {reserve: RESERVE, throughput: THROUGHPUT}
+    return known.get(policy, Promises())
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine under *policy*, tried out. Make your own with `engine_machine`."""
+    """One engine under *policy*, tried out: mutable, as Hypothesis wants it. Make your own with `engine_machine`."""
 
     policy: ClassVar[Policy] = staticmethod(throughput)
     overlap: ClassVar[bool] = False
@@ -62,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.drive.step()
 
     @rule(launch=st.booleans(), land=st.booleans())
-    def fail(self, launch: bool, land: bool) -> None:  # noqa: FBT001 - Hypothesis calls it, by name
+    def fail(self, launch: bool, land: bool) -> None:
         """A step that raises: at launch, at landing, or the one at launch while the one before lands badly too."""
         self.drive.step(launch_fails=launch, land_fails=land or not launch)
 
@@ -135,6 +136,6 @@ def check_policy(policy: Policy, examples: int = 200, *, promises: Promises | No
                 max_examples=max(examples // 2, 1),
                 stateful_step_count=steps,
                 deadline=None,
-                suppress_health_check=list(HealthCheck),
+                suppress_health_check=cast(tuple[HealthCheck, ...], tuple(HealthCheck)),
             ),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ VOCAB = 16
 """Twice what the model likes to choose among, so that tokens can be banned and be out of its habit."""
 
 
-NOISE = (
+NOISE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
     {"temperature": 1.0, "top_k": -1, "min_p": 0.05},
@@ -51,7 +52,7 @@ def limits(draw: st.DrawFn) -> Limits:
 def sampling_params(draw: st.DrawFn, room: int) -> SamplingParams:
     """Parameters of a request whose prompt leaves *room* tokens of max_model_len; at times too much is asked."""
     max_tokens = draw(st.one_of(st.none(), st.integers(1, max(room, 1)), st.integers(1, max(room, 1))))
-    if max_tokens == 1 and draw(st.integers(0, 9)) == 9:  # noqa: PLR2004 - one in ten of them
+    if max_tokens == 1 and draw(st.integers(0, 9)) == 9:
         max_tokens = room + 1
     most = room if max_tokens is None else max_tokens
     return SamplingParams(
@@ -73,7 +74,7 @@ def requests(draw: st.DrawFn, limits: Limits, earlier: Sequence[tuple[int, ...]]
         start = base[: draw(st.integers(0, min(len(base), limits.max_model_len - 1)))]
     longest = min(limits.max_model_len - 1 - len(start), 12)
     prompt = (*start, *draw(st.lists(st.integers(0, 1), min_size=0 if start else 1, max_size=max(longest, 1))))
-    if len(prompt) == 1 and draw(st.integers(0, 9)) == 9:  # noqa: PLR2004 - one in ten of them
+    if len(prompt) == 1 and draw(st.integers(0, 9)) == 9:
         prompt = draw(st.sampled_from([(), (VOCAB,), (0,) * limits.max_model_len]))
     params = draw(sampling_params(room=max(limits.max_model_len - len(prompt), 0)))
     return Request(prompt, params, salt=draw(_SALTS))
