@@ -53,7 +53,7 @@ _BOUNDARY = (
         file="schedule.py",
         old="in_flight, early = behind < 1, behind > 1",
         new="in_flight, early = behind < 1, behind > 2",
-        breaks="a one-position chunk at a prompt's last token but one feeds a stale token, if that token's block is full",
+        breaks="a one-position chunk at a prompt's last token but one, in a full block, feeds a stale token",
     ),
 )
 
@@ -635,7 +635,8 @@ _FORK = (
         file="admit.py",
         old="            whole = usable // size\n            blocks = (*shared, *parent.blocks[len(shared) : whole])\n"
         "            source = parent.blocks[whole] if usable % size else ROOT\n",
-        new="            whole = cdiv(usable, size)\n            blocks = (*shared, *parent.blocks[len(shared) : whole])\n"
+        new="            whole = cdiv(usable, size)\n"
+        "            blocks = (*shared, *parent.blocks[len(shared) : whole])\n"
         "            source = ROOT\n",
         breaks="parent and child write into one block (KV-09)",
     ),
