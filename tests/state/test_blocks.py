@@ -142,6 +142,20 @@ def test_a_collision_never_gives_another_prompts_blocks(hasher, policy) -> None:
     assert engine.over[2].cached > 0
 
 
+@pytest.mark.parametrize("hasher", [constant_hash, sum_hash])
+def test_equal_tokens_after_another_prefix_are_another_block(hasher) -> None:
+    """A prompt that repeats one block has the same tokens at two places: the parent tells them apart."""
+    engine = drive(limits(), hasher=hasher)
+    for _ in range(2):
+        seq = engine.arrive(request([7] * 13, 3))
+        engine.drain()
+    assert engine.over[seq].cached in (4, 8, 12)
+    draft = PoolDraft(BlockPool.empty(3), 0, constant_hash)
+    (block,) = draft.take(1)
+    assert draft.register(block, ROOT, None, (7,), 7)
+    assert draft.find(block, None, (7,)) == (None, 7)
+
+
 def test_two_equal_prompts_at_once_end_up_on_the_same_blocks() -> None:
     """Computed side by side, equal full blocks are exchanged for one of them when they land."""
     engine = drive(limits())

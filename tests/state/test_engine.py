@@ -8,7 +8,8 @@ from attrs import evolve
 
 from agentinfer.state.columns import FIELDS
 from agentinfer.state.engine import digest, has_work, initial, status, tokens_of
-from agentinfer.state.ids import SeqId
+from agentinfer.state.ids import BlockId, Row, SeqId
+from agentinfer.state.log import Queue
 from engines import Hand, limits, request
 
 
@@ -48,6 +49,44 @@ def test_a_digest_reads_every_column(name: str) -> None:
     changed = getattr(hand.state.cols, name).copy()
     changed[1] += 1
     assert digest(evolve(hand.state, cols=evolve(hand.state.cols, **{name: changed}))) != digest(hand.state)
+
+
+def test_a_digest_reads_queues_and_pool() -> None:
+    """Another order of free or cached blocks, of waiting sequences, another content, step or number: another name."""
+    hand = Hand.of(limits(max_num_seqs=1, num_blocks=16, max_model_len=33), request(range(9), 1))
+    hand.step()
+    for i in range(3):
+        hand.arrive(request((i, 2), 9))
+    hand.step()
+    state, pool = hand.state, hand.state.pool
+    entries = [entry for entry in pool.lru if pool.cached.get(entry[0]) == entry[1]]
+    block, key = next(iter(pool.keys.items()))
+    waiting = list(state.waiting)
+    others = [
+        evolve(state, step=9),
+        evolve(state, next_seq=99),
+        evolve(state, waiting=Queue.of(waiting[::-1])),
+        evolve(state, waiting=Queue.of(waiting[1:]), requeued=(waiting[0],)),
+        evolve(state, waiting=Queue.of([evolve(waiting[0], seed=77), *waiting[1:]])),
+        evolve(state, order=state.order[:0]),
+        evolve(state, rows=(None, None)),
+        evolve(state, retabled=((Row(1), 0, (block,)),)),
+        evolve(state, limits=evolve(state.limits, max_num_batched_tokens=5)),
+        *(
+            evolve(state, pool=other)
+            for other in (
+                evolve(pool, free=Queue.of([*pool.free][::-1])),
+                evolve(pool, lru=Queue.of(entries[::-1])),
+                evolve(pool, refs=pool.refs + 1),
+                evolve(pool, keys=pool.keys.insert(block, evolve(key, hash=key.hash + 1))),
+                evolve(pool, keys=pool.keys.insert(block, evolve(key, parent=BlockId(5)))),
+                evolve(pool, keys=pool.keys.remove(block)),
+            )
+        ),
+    ]
+    names = [digest(other) for other in (state, *others)]
+    assert len(entries) == len(waiting) == 2
+    assert len(set(names)) == len(names)
 
 
 def test_equal_histories_have_equal_digests() -> None:

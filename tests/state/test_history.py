@@ -88,6 +88,25 @@ def test_a_rewound_engine_gives_the_same_answers() -> None:
     assert newer not in engine.over
 
 
+@pytest.mark.parametrize("policy", BOTH)
+def test_a_step_in_flight_lands_into_nothing_after_a_rewind(policy) -> None:
+    """Though its sequence runs again in the same row, an old step gives it no token, and no step number comes twice."""
+    engine = drive(limits(), policy, overlap=True)
+    seq = engine.arrive(request(3, 9))
+    for _ in range(3):
+        engine.step()
+    flight = engine.flight
+    assert flight is not None
+    engine.rewind(2)
+    output = engine.step()
+    assert output is not None
+    assert (output.step, len(output.tokens)) == (flight.plan.step, 0)
+    assert engine.plans[-1].rows.tolist() == flight.plan.rows.tolist()
+    engine.drain()
+    assert [plan.step for plan in engine.plans] == list(range(len(engine.plans)))
+    assert engine.over[seq].reason == "length"
+
+
 def test_rewinding_to_now_preempts_everybody() -> None:
     """Rewound to itself a state has nobody running, everybody waiting with the same tokens, and every block to give."""
     hand = Hand.of(limits(), request(9, 9), request(3, 9))

@@ -6,8 +6,9 @@ import pytest
 from attrs import evolve
 
 from agentinfer.errors import AgentInferError
+from agentinfer.state.admit import abort, fork
 from agentinfer.state.engine import has_work
-from agentinfer.state.ids import ints
+from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.policy import POLICIES, reserve, throughput
 from agentinfer.state.schedule import schedule, scheduled
 from agentinfer.testing import Fault
@@ -71,6 +72,21 @@ def test_throughput_preempts_the_newest_first() -> None:
     assert hand.state.requeued[0].seq == 2
     assert [w.seq for w in hand.state.waiting][-1] == late
     assert ints(plan.seqs) == [0, 1]
+
+
+@pytest.mark.parametrize("policy", BOTH)
+def test_forks_and_preempted_go_before_newcomers(policy) -> None:
+    """With one row free, a child goes first though another came before it; then the others in order of arrival."""
+    hand = Hand.of(limits(max_num_seqs=2), request(3, 20), policy=policy)
+    hand.step()
+    early = hand.arrive(request(4, 1))
+    hand.state, (child,) = fork(hand.state, SeqId(0))
+    late = hand.arrive(request(5, 1))
+    hand.script[child] = []
+    assert child in ints(hand.step()[0].seqs)
+    hand.state = abort(hand.state, child)
+    assert early in ints(hand.step()[0].seqs)
+    assert late in ints(hand.step()[0].seqs)
 
 
 @pytest.mark.parametrize(("rows", "budget", "most"), [(6, 2, 2), (6, 4, 1), (5, 2, 2), (3, 1, 2), (4, 4, 0)])

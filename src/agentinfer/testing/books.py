@@ -29,6 +29,8 @@ class Promises:
     """Who is preempted is newer than who stays."""
     patient: bool = False
     """A running row is left out of at most ceil(max_num_seqs / max_num_batched_tokens) - 1 steps in a row."""
+    in_order: bool = False
+    """Who waits is admitted in order: the preempted and forked, oldest first, then the others as they came."""
     busy: bool = False
     """As long as a running row could do more, the budget is used up."""
 
@@ -62,6 +64,7 @@ class Books:
     hungry: dict[SeqId, int] = field(factory=dict[SeqId, int])
     """Steps in a row that left it out although it could run."""
     parents: dict[SeqId, SeqId] = field(factory=dict[SeqId, SeqId])
+    last_step: int = -1
 
     def took_part(self, seq: SeqId, plan: Plan) -> bool:
         """Whether *plan* ran *seq* since its last admission."""
@@ -81,6 +84,9 @@ class Books:
     def planned(self, before: EngineState, after: EngineState, plan: Plan, ledger: Ledger, flight: Plan | None) -> None:
         """Hold *plan*, made from *before* while *flight* had not landed, against the books; then write it into them."""
         self._nobody_lost(before, after)
+        if plan.step <= self.last_step:
+            raise Fault(f"step {plan.step} comes after step {self.last_step}: a plan in flight could be taken for it")
+        self.last_step = plan.step
         needs = {seq: self._need(seq, flight) for seq in self.done}
         self._keeps_promises(before, after, plan, needs)
         for seq in plan.preempted:
@@ -88,6 +94,10 @@ class Books:
                 raise Fault(f"step {plan.step} preempts sequence {seq}, which does not run")
             self.left(seq)
         self._hunger(plan, needs)
+        queue = [w.seq for w in (*before.requeued, *before.waiting)]
+        admitted = {seq for seq in ints(plan.seqs) if seq not in self.done}
+        if self.promises.in_order and admitted != set(queue[: len(admitted)]):
+            raise Fault(f"step {plan.step} admits {sorted(admitted)} of those that wait, in order: {queue}")
         for seq, start, end in zip(ints(plan.seqs), ints(plan.start), ints(plan.context), strict=True):
             script = self.scripts[SeqId(seq)]
             if script.seq in self.done:

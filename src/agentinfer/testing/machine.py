@@ -16,9 +16,9 @@ from agentinfer.testing import strategies
 from agentinfer.testing.books import Promises
 from agentinfer.testing.drive import Drive
 
-RESERVE = Promises(never_preempts=True, unmixed=True)
+RESERVE = Promises(never_preempts=True, unmixed=True, in_order=True)
 """What `policy.reserve` promises."""
-THROUGHPUT = Promises(newest_first=True, patient=True, busy=True)
+THROUGHPUT = Promises(newest_first=True, patient=True, busy=True, in_order=True)
 """What `policy.throughput` promises."""
 _SEEDS = st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=1, max_size=3)
 
