@@ -330,8 +330,8 @@ _ADMISSION = (
         name="rows_charged_not_positions",
         kind="budget not charged",
         file="schedule.py",
-        old="return rows, count, budget - asked",
-        new="return rows, count, budget - len(rows)",
+        old="return rows, count, asked",
+        new="return rows, count, len(rows)",
         breaks="a prompt admitted beside a prefilling row exceeds the budget",
     ),
     Fault(
@@ -728,8 +728,8 @@ _TIME = (
         name="digest_without_free_order",
         kind="digest that misses a field",
         file="engine.py",
-        old="        list(pool.free),\n",
-        new="        sorted(pool.free),\n",
+        old="np.array(list(pool.free), np.int32)",
+        new="np.array(sorted(pool.free), np.int32)",
         breaks="two states that will take different blocks next have one name",
     ),
     Fault(
