@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from collections.abc import Callable
+from typing import ClassVar, ParamSpec, cast
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ RESERVE = Promises(never_preempts=True, unmixed=True, in_order=True)
 """What `policy.reserve` promises."""
 THROUGHPUT = Promises(newest_first=True, patient=True, busy=True, in_order=True)
 """What `policy.throughput` promises."""
+P = ParamSpec("P")
 _SEEDS = st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=1, max_size=3)
 
 
@@ -36,6 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
     overlap: ClassVar[bool] = False
     promises: ClassVar[Promises] = THROUGHPUT
     drive: Drive
+    broken = False
+    """A Fault has been raised."""
 
     @initialize(limits=strategies.limits(), hasher=st.sampled_from((*strategies.HASHES[:1] * 4, *strategies.HASHES)))
     def start(self, limits: Limits, hasher: BlockHash) -> None:
@@ -48,59 +52,64 @@ class EngineMachine(RuleBasedStateMachine):
         """Requests, often such as go on from an earlier sequence."""
         for _ in range(times):
             earlier = [script.answer.tokens for script in self.drive.ghost.scripts.values()]
-            self.drive.arrive(data.draw(strategies.requests(self.drive.limits, earlier[-8:])))
+            self._do(self.drive.arrive, data.draw(strategies.requests(self.drive.limits, earlier[-8:])))
 
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         """A few steps that go well."""
         for _ in range(times):
-            self.drive.step()
+            self._do(self.drive.step)
 
     @rule(data=st.data())
     def arrive_and_step(self, data: st.DataObject) -> None:
         """A request while the others go on."""
         self.arrive(data, 1)  # type: ignore[call-arg]
-        self.drive.step()
+        self._do(self.drive.step)
 
     @rule(launch=st.booleans(), land=st.booleans())
     def fail(self, launch: bool, land: bool) -> None:
         """A step that raises: at launch, at landing, or the one at launch while the one before lands badly too."""
-        self.drive.step(launch_fails=launch, land_fails=land or not launch)
+        self._do(self.drive.step, launch_fails=launch, land_fails=land or not launch)
 
     @rule(which=st.integers(0, 7))
     def bad_logits(self, which: int) -> None:
         """A step with one row of logits that are not finite."""
-        self.drive.step(bad=which)
+        self._do(self.drive.step, bad=which)
 
     @precondition(lambda self: self.drive.state.next_seq > 0)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """A client that loses interest, maybe too late."""
-        self.drive.abort(SeqId(data.draw(st.integers(0, self.drive.state.next_seq))))
+        self._do(self.drive.abort, SeqId(data.draw(st.integers(0, self.drive.state.next_seq))))
 
     @precondition(lambda self: bool(self.drive.live))
     @rule(data=st.data(), seeds=_SEEDS)
     def fork(self, data: st.DataObject, seeds: list[int | None]) -> None:
         """A live sequence, a running one by preference, goes on in up to three more ways."""
         running = [run.seq for run in self.drive.state.rows if run is not None]
-        self.drive.fork(data.draw(st.sampled_from([*running * 3, *self.drive.live])), seeds)
-        self.drive.step()
+        self._do(self.drive.fork, data.draw(st.sampled_from([*running * 3, *self.drive.live])), seeds)
+        self._do(self.drive.step)
 
     @precondition(lambda self: bool(self.drive.snapshots))
     @rule(back=st.integers(0, 5))
     def rewind(self, back: int) -> None:
         """Back to an older state, over the device as it is."""
-        self.drive.rewind(back)
+        self._do(self.drive.rewind, back)
 
     @rule(budget=st.integers(1, 8))
     def set_budget(self, budget: int) -> None:
         """Another budget: fewer positions than rows, maybe."""
-        self.drive.set_budget(budget)
+        self._do(self.drive.set_budget, budget)
 
     def teardown(self) -> None:
-        """All that is left comes to its end, and every block back."""
-        if hasattr(self, "drive"):
+        """All that is left comes to its end, and every block back; not after a Fault, which it would only hide."""
+        if hasattr(self, "drive") and not self.broken:
             self.drive.drain()
+
+    def _do(self, act: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
+        self.broken = True
+        act(*args, **named)
+        self.broken = False
 
 
 def engine_machine(policy: Policy, *, overlap: bool = False, promises: Promises | None = None) -> type[EngineMachine]:
