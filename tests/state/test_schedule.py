@@ -132,6 +132,22 @@ def test_the_chunk_is_sized_from_what_the_decodes_leave() -> None:
     engine.drain()
 
 
+def test_whoever_makes_room_for_older_ones_does_not_stop_them() -> None:
+    """With a budget of one, no block left and the newest first in turn, it is preempted and an older one is served."""
+    sizes = limits(block_size=3, num_blocks=6, max_num_seqs=3, max_num_batched_tokens=4, prefix_cache=False)
+    engine = drive(sizes)
+    parent = engine.arrive(request([7] * 6, 3))
+    (child,) = engine.fork(parent, (None,))
+    engine.step()
+    engine.set_budget(7)
+    engine.fork(child, (None,))
+    engine.step()
+    engine.set_budget(1)
+    engine.drain()
+    assert {over.reason for over in engine.over.values()} == {"length"}
+    assert any(plan.preempted for plan in engine.plans)
+
+
 @pytest.mark.parametrize("policy", BOTH)
 @pytest.mark.parametrize(("prompt", "blocks"), [(3, 1), (4, 1), (5, 2)])
 def test_one_token_takes_no_decode(prompt: int, blocks: int, policy) -> None:

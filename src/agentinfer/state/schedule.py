@@ -43,7 +43,27 @@ def schedule(
             count, positions = np.concatenate([count, length]), positions + total(length)
         if positions:
             return _finish(draft, rows, count, start, positions, turn)
+        if draft.preempted:
+            return _go_on(draft, policy, hasher)
     return state, None
+
+
+def _go_on(draft: _Draft, policy: Policy, hasher: BlockHash) -> tuple[EngineState, Plan | None]:
+    """The plan of a step in which everybody whose turn it was made room for older ones and is left with nothing.
+
+    They are preempted all the same, or it would be their turn for ever; the others are served over their blocks.
+    """
+    gone = tuple(waiting.seq for waiting in draft.preempted)
+    rest = _rest(draft, None, step=draft.state.step, retabled=draft.state.retabled)
+
+    def nobody_enters(state: EngineState) -> Iterator[Turn]:
+        return (evolve(turn, admit=()) for turn in policy(state))
+
+    state, plan = schedule(rest, nobody_enters, hasher)
+    if plan is None:
+        return draft.state, None
+    plan = evolve(plan, preempted=(*gone, *plan.preempted))
+    return evolve(state, last=plan), plan
 
 
 def _checked(state: EngineState, turn: Turn) -> Turn:
@@ -304,7 +324,7 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, tu
         preempted=tuple(w.seq for w in draft.preempted),
     )
     seal(rows, plan.seqs, start, count, end, slots, inputs, last, sample_rows)
-    return _next_state(draft, plan), plan
+    return _rest(draft, plan, step=state.step + 1, retabled=()), plan
 
 
 def _same_rows(last: Plan | None, rows: I32) -> Plan | None:
@@ -317,7 +337,8 @@ def _same_rows(last: Plan | None, rows: I32) -> Plan | None:
     return None
 
 
-def _next_state(draft: _Draft, plan: Plan) -> EngineState:
+def _rest(draft: _Draft, last: Plan | None, *, step: int, retabled: tuple[TableEntries, ...]) -> EngineState:
+    """The state that *draft* has come to."""
     state, order = draft.state, draft.order
     waiting, requeued = state.waiting, state.requeued
     if draft.admitted or draft.preempted:
@@ -327,7 +348,7 @@ def _next_state(draft: _Draft, plan: Plan) -> EngineState:
     seal(order)
     return EngineState(
         limits=state.limits,
-        step=state.step + 1,
+        step=step,
         next_seq=state.next_seq,
         waiting=waiting,
         requeued=requeued,
@@ -335,8 +356,8 @@ def _next_state(draft: _Draft, plan: Plan) -> EngineState:
         order=order,
         cols=draft.cols.freeze(),
         pool=draft.pool.freeze(),
-        retabled=(),
-        last=plan,
+        retabled=retabled,
+        last=last,
         ended=state.ended,
     )
 
