@@ -2,9 +2,10 @@
 
     python tests/mutants/run.py [--list] [--only NAME ...] [--jobs N]
 
-The unmutated tree runs first and must pass; what each test took there decides the order: quick tests first. Then come
-the faults, two at a time. A fault is killed when a test fails, or takes ten times as long as it should ("timed out").
-The exit status is 1 if one survives, or no longer applies, and 2 if the unmutated tree fails.
+Package and tests are copied once, so that nobody's editing gets into a run. The unmutated tree runs first and must
+pass; what each test took there decides the order: quick tests first. Then come the faults, two at a time. A fault is
+killed when a test fails, or takes ten times as long as it should ("timed out"). The exit status is 1 if one survives,
+or no longer applies, and 2 if the unmutated tree fails.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from attrs import frozen
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "agentinfer"
-TESTS = [path for path in (ROOT / "tests" / "state", ROOT / "tests" / "testing") if path.exists()]
+TESTS = ("tests/state", "tests/testing")
 PATIENCE_S = 20.0
 """A test that is still running after this, and after ten times what it takes on the unmutated tree, is stopped."""
 
@@ -46,9 +46,19 @@ class Verdict:
     """What each test took."""
 
 
-def fault_of_list(fault: Fault) -> str:
+def take_tree(tree: Path) -> None:
+    """Copy the package, the tests of the control plane and their settings to *tree*."""
+    bare = shutil.ignore_patterns("__pycache__")  # no bytecode: what runs is what the text says
+    shutil.copytree(ROOT / "src" / "agentinfer", tree / "package" / "agentinfer", ignore=bare)
+    for folder in TESTS:
+        shutil.copytree(ROOT / folder, tree / folder, ignore=bare)
+    for path in (ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")):
+        shutil.copy(path, tree / path.relative_to(ROOT))
+
+
+def fault_of_list(tree: Path, fault: Fault) -> str:
     """What keeps *fault* from being planted; empty if nothing does."""
-    path = PACKAGE / "state" / fault.file
+    path = tree / "package" / "agentinfer" / "state" / fault.file
     if not path.is_file():
         return f"there is no state/{fault.file}"
     text = path.read_text(encoding="utf-8")
@@ -64,17 +74,17 @@ def fault_of_list(fault: Fault) -> str:
     return ""
 
 
-def try_out(fault: Fault | None, seconds: dict[str, float], limit_s: float) -> Verdict:
-    """Run the tests against a copy of the package with *fault* in it; None: as it is."""
+def try_out(tree: Path, fault: Fault | None, seconds: dict[str, float], limit_s: float) -> Verdict:
+    """Run the tests of *tree* against a copy of its package with *fault* in it; None: as it is."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
-        shutil.copytree(PACKAGE, folder / "agentinfer", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(tree / "package" / "agentinfer", folder / "agentinfer")
         if fault is not None:
             path = folder / "agentinfer" / "state" / fault.file
             text = path.read_text(encoding="utf-8")
             path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
         began = time.perf_counter()
-        status = _pytest(folder, seconds, limit_s)
+        status = _pytest(tree, folder, seconds, limit_s)
         took_s = time.perf_counter() - began
         report = folder / "report.json"
         said = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
@@ -82,8 +92,8 @@ def try_out(fault: Fault | None, seconds: dict[str, float], limit_s: float) -> V
     return _verdict(fault, status, said, output, took_s)
 
 
-def _pytest(folder: Path, seconds: dict[str, float], limit_s: float) -> int | None:
-    """The exit status of the tests with *folder* in front of everything; None: it took more than *limit_s*."""
+def _pytest(tree: Path, folder: Path, seconds: dict[str, float], limit_s: float) -> int | None:
+    """The exit status of *tree*'s tests with *folder* in front of everything; None: it took more than *limit_s*."""
     told = {
         "package": str(folder / "agentinfer"),
         "report": str(folder / "report.json"),
@@ -98,10 +108,10 @@ def _pytest(folder: Path, seconds: dict[str, float], limit_s: float) -> int | No
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
         "PLANTED": json.dumps(told),
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "planted", *map(str, TESTS)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "planted", *TESTS]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return process.wait(limit_s)
@@ -126,6 +136,8 @@ def _verdict(
     module = f"agentinfer.state.{fault.file.removesuffix('.py')}" if fault else "agentinfer.state"
     if said["foreign"]:
         outcome, why = "broken", f"not from the copy: {', '.join(said['foreign'])}"
+    elif said["why"].startswith(("NameError", "UnboundLocalError", "ImportError")):
+        outcome, why = "broken", f"the planted text itself does not run: {said['why']}"
     elif test:
         outcome, why = ("timed out" if said["stalled"] else "failed"), said["why"]
     elif status != 0 or not seconds or module not in said["imported"]:
@@ -135,12 +147,14 @@ def _verdict(
     return Verdict(outcome, test, why, took_s, seconds)
 
 
-def judge(faults: list[Fault], seconds: dict[str, float], limit_s: float, jobs: int) -> tuple[list[Fault], int]:
+def judge(
+    tree: Path, faults: list[Fault], seconds: dict[str, float], limit_s: float, jobs: int
+) -> tuple[list[Fault], int]:
     """Print a line a fault; those that survived, and how many timed out."""
     survivors: list[Fault] = []
     late = 0
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(try_out, fault, seconds, limit_s): fault for fault in faults}
+        futures = {pool.submit(try_out, tree, fault, seconds, limit_s): fault for fault in faults}
         for done, future in enumerate(as_completed(futures), start=1):
             fault, verdict = futures[future], future.result()
             killed = verdict.outcome in ("failed", "timed out")
@@ -171,20 +185,27 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.name:30} {fault.kind:40} {fault.breaks}")
         return 0
-    wrong = {fault.name: fault_of_list(fault) for fault in faults if fault_of_list(fault)}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        take_tree(Path(name))
+        return run(Path(name), faults, asked.jobs)
+
+
+def run(tree: Path, faults: list[Fault], jobs: int) -> int:
+    """Try all *faults*, and print what became of them. The exit status."""
+    wrong = {fault.name: why for fault in faults if (why := fault_of_list(tree, fault))}
     for name, why in wrong.items():
         print(f"{name} cannot be planted: {why}")
     if wrong:
         print(f"0 passed, {len(wrong)} failed")
         return 1
     began = time.perf_counter()
-    print(f"the unmutated tree, {' and '.join(str(path.relative_to(ROOT)) for path in TESTS)}:", flush=True)
-    sound = try_out(None, {}, 600.0)
+    print(f"the unmutated tree, {' and '.join(TESTS)}:", flush=True)
+    sound = try_out(tree, None, {}, 600.0)
     if sound.outcome != "passed":
         print(f"{sound.outcome} {sound.test} {sound.why}")
         return 2
     print(f"passed, {len(sound.seconds)} tests, {sound.took_s:.1f} s", flush=True)
-    survivors, late = judge(faults, sound.seconds, max(120.0, 5 * sound.took_s), asked.jobs)
+    survivors, late = judge(tree, faults, sound.seconds, max(120.0, 5 * sound.took_s), jobs)
     if survivors:
         print("\nnot killed:")
     for fault in survivors:
