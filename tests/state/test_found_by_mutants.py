@@ -107,6 +107,16 @@ def test_many_stop_ids_of_one_leave_the_others_theirs() -> None:
     }
 
 
+def test_a_row_forgets_the_stop_ids_of_who_had_it() -> None:
+    """A token that ended the sequence before ends the next one in its row only if that one asks for it."""
+    hand = Hand.of(limits(max_num_seqs=1))
+    first = hand.arrive(request(3, 9, stop_token_ids=(91, 93)), [5, 93])
+    second = hand.arrive(request(3, 4, stop_token_ids=(7,)), [5, 91, 93, 6])
+    third = hand.arrive(request(3, 3), [91, 7, 93])
+    over = hand.run()
+    assert [over[seq].reason for seq in (first, second, third)] == ["stop", "length", "length"]
+
+
 @pytest.mark.parametrize("budget", [1, 2, 3])
 @pytest.mark.parametrize("length", range(1, 11))
 def test_chunks_are_fed_the_prompt(length: int, budget: int) -> None:
