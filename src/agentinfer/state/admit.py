@@ -82,7 +82,8 @@ def fail(state: EngineState, seqs: Collection[SeqId], reason: str) -> EngineStat
 
 
 def end(state: EngineState, seqs: Collection[SeqId], reason: FinishReason, detail: str) -> EngineState:
-    """End those of *seqs* that are live; the loop finds them in `ended`."""
+    """End those of *seqs* that are live, each once; the loop finds them in `ended`."""
+    seqs = tuple(dict.fromkeys(seqs))
     running = [run for seq in seqs if (run := find_running(state, seq)) is not None]
     waiting = [w for seq in seqs if (w := find_waiting(state, seq)) is not None]
     if not running and not waiting:

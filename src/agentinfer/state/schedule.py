@@ -131,7 +131,7 @@ def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
         rows, count, asked = rows[count > 0], count[count > 0], budget
     size = draft.limits.block_size
     at = draft.state.cols.computed.take(rows) % size
-    if asked > served:
+    if asked > len(rows):
         growing = np.flatnonzero((at == 0) | (at + count > size))
     else:
         growing = NOBODY if every(at) else np.flatnonzero(at == 0)
