@@ -1,8 +1,8 @@
 """A pytest plugin for one run of run.py: quick tests first, nothing shrunk, and a report that the runner reads.
 
-What it is told is in the JSON object of the environment variable PLANTED: `package`, the folder that must hold every
-module of agentinfer that is imported; `report`, the file to write; `seconds`, what each test took on the unmutated
-tree (empty: not known yet); `patience`, the least number of seconds that a test may take.
+What it is told is in the JSON file that the environment variable PLANTED names: `package`, the folder that must hold
+every module of agentinfer that is imported; `report`, the file to write; `seconds`, what each test took on the
+unmutated tree (empty: not known yet); `patience`, the least number of seconds that a test may take.
 """
 
 from __future__ import annotations
@@ -102,4 +102,4 @@ class Planted:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch this run."""
-    config.pluginmanager.register(Planted(json.loads(os.environ["PLANTED"])))
+    config.pluginmanager.register(Planted(json.loads(Path(os.environ["PLANTED"]).read_text(encoding="utf-8"))))

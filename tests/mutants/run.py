@@ -106,8 +106,9 @@ def _pytest(tree: Path, folder: Path, seconds: dict[str, float], limit_s: float)
         "PYTHONDONTWRITEBYTECODE": "1",  # and the copy came without any: no stale bytecode
         "HYPOTHESIS_PROFILE": "mutants",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
-        "PLANTED": json.dumps(told),
+        "PLANTED": str(folder / "told.json"),  # a file: an environment variable holds 128 KiB at most
     }
+    (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "planted", *TESTS]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
