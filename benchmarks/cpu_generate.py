@@ -51,6 +51,7 @@ class Ours:
 class Theirs:
     def __init__(self, folder):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None  # as ours: the end tokens do not end anything
         self.pad = 0
 
     @torch.inference_mode()
@@ -64,7 +65,6 @@ class Theirs:
             attention_mask=mask,
             do_sample=False,
             max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS,
             pad_token_id=self.pad,
         )
         took = time.perf_counter() - begin

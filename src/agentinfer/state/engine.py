@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import marshal
+from operator import attrgetter
 
 import numpy as np
-from attrs import frozen
+from attrs import fields_dict, frozen
 
 from agentinfer.state.blocks import BlockPool
 from agentinfer.state.columns import FIELDS, Columns
@@ -13,6 +15,7 @@ from agentinfer.state.ids import I32, SeqId, ints, seal
 from agentinfer.state.limits import Limits
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Plan, TableEntries
+from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.sequence import Finished, Running, Status, Waiting
 from agentinfer.state.show import state_html
 
@@ -120,6 +123,18 @@ def status(state: EngineState, seq: SeqId) -> Status:
     return "FINISHED"
 
 
+def _reader(record: type) -> attrgetter[tuple[object, ...]]:
+    """Reads all fields of a *record* with a request, the request's and its parameters' too: plain values, read in C."""
+    own = [name for name in fields_dict(record) if name != "request"]
+    asked = [f"request.{name}" for name in fields_dict(Request) if name != "params"]
+    params = [f"request.params.{name}" for name in fields_dict(SamplingParams)]
+    return attrgetter(*own, *asked, *params)
+
+
+_facts_of_waiting = _reader(Waiting)
+_facts_of_running = _reader(Running)
+
+
 def digest(state: EngineState) -> str:
     """Name the state by its content, in 16 hex digits: equal on every rank and in every replay.
 
@@ -133,16 +148,15 @@ def digest(state: EngineState) -> str:
     h.update(state.order.tobytes())
     pool = state.pool
     h.update(np.array(list(pool.free), np.int32).tobytes())
+    h.update(repr((state.limits, state.retabled)).encode())
     facts = (
-        state.limits,
         state.step,
         state.next_seq,
-        list(state.waiting),
-        state.requeued,
-        state.rows,
-        state.retabled,
+        [_facts_of_waiting(waiting) for waiting in state.waiting],
+        [_facts_of_waiting(waiting) for waiting in state.requeued],
+        [run and _facts_of_running(run) for run in state.rows],
         [entry for entry in pool.lru if pool.cached.get(entry[0]) == entry[1]],
         sorted((block, key.hash, key.parent) for block, key in pool.keys.items()),
     )
-    h.update(repr(facts).encode())
+    h.update(marshal.dumps(facts, 0))  # several times faster than repr; 0: by value, not by who shares an object
     return h.hexdigest()
