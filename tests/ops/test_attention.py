@@ -107,13 +107,13 @@ def test_a_wide_spread_of_lengths_is_not_padded_to_the_longest() -> None:
 def test_the_order_of_rows_does_not_matter() -> None:
     """A row's result is the same wherever it stands in the batch."""
     batch = Batch(*MIXED, 4)
+    rows = batch.run().split(batch.count)
     order = [3, 0, 4, 2, 1]
     starts = [c - n for c, n in zip(batch.context, batch.count, strict=True)]
     x, kv = by_hand(
         batch.kv, [[1] * batch.count[i] for i in order], [starts[i] for i in order], [batch.blocks[i] for i in order]
     )
     out = attention.paged_attention(torch.cat([batch.q[i] for i in order]), kv.layers[0], x, 0.3, None)
-    rows = batch.run().split(batch.count)
     torch.testing.assert_close(out, torch.cat([rows[i] for i in order]), rtol=1e-6, atol=1e-6)
 
 
@@ -124,7 +124,7 @@ def test_unused_table_entries_have_no_effect(garbage: int) -> None:
     want = batch.run()
     assert want.isfinite().all()
     table = batch.x.table.clone()
-    for row, blocks in enumerate(batch.blocks):
+    for row, blocks in zip(batch.x.rows.tolist(), batch.blocks, strict=True):
         table[row, len(blocks) :] = garbage
     spoiled = with_table(batch.x, table)
     assert torch.equal(attention.paged_attention(torch.cat(batch.q), batch.kv.layers[0], spoiled, 0.3, None), want)

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentinfer.ops import attention, custom
 from agentinfer.ops import kv as kvs
 from agentinfer.ops.comm import Group, Threads, alone
-from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.inputs import by_hand, tables_of
 from agentinfer.ops.rope import RopeSpec, cos_sin
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -48,7 +48,7 @@ def test_opcheck_of_attention_and_the_kv_write(counts: list[int], dtype: torch.d
     torch.library.opcheck(custom.write_kv, (new, new, k_cache, v_cache, x.slots))
     q = torch.randn(sum(counts), 4, 8).to(dtype)
     for window in (0, 2):
-        args = (q, k_cache, v_cache, x.table, x.cu_seqlens_q, x.context, 0.35, window)
+        args = (q, k_cache, v_cache, tables_of(x, 4), x.cu_seqlens_q, x.context, 0.35, window)
         torch.library.opcheck(custom.paged_attention, args)
         want = attention.paged_attention(q, kv.layers[0], x, 0.35, window or None)
         torch.testing.assert_close(custom.paged_attention(*args), want)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentinfer.errors import StaleHandle
 from agentinfer.ops import kv as kvs
-from agentinfer.ops.inputs import Memo, by_hand, check_tables, ranges, remember, stage
+from agentinfer.ops.inputs import Memo, by_hand, check_tables, host_rows, ranges, remember, stage, tables_of
 from agentinfer.ops.kv import KvCache
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.plan import Plan, SamplingColumns
@@ -99,13 +99,13 @@ def test_stage_says_what_a_loop_over_positions_says(program, random) -> None:
     assert x.positions.tolist() == positions
     assert x.slots.tolist() == slots
     assert x.rows.tolist() == [r[0] for r in rows]
-    assert x.context.tolist() == [r[1] + r[2] for r in rows] == list(x.host.context)
+    assert x.context.tolist() == [r[1] + r[2] for r in rows] == list(host_rows(x).context)
     assert x.cu_seqlens_q.tolist() == [sum(r[2] for r in rows[:i]) for i in range(len(rows) + 1)]
     assert (x.max_query, x.max_context) == (max(r[2] for r in rows), max(r[1] + r[2] for r in rows))
     assert x.samples.tolist() == samples
     for i, (row, _, _, blocks, _, _) in enumerate(rows):
         assert kv.table[row, : len(blocks)].tolist() == blocks
-        assert x.table[i, : len(blocks)].tolist() == blocks
+        assert tables_of(x, size)[i, : len(blocks)].tolist() == blocks
     for tensor, dtype in (
         (x.ids, torch.int64),
         (x.slots, torch.int64),
@@ -149,7 +149,7 @@ def test_table_entries_stay_from_plan_to_plan() -> None:
     last = torch.zeros(ROWS + 1, dtype=torch.int64)
     _, kv = stage(a_plan([1], [0], [4], range(20, 24), [1, 2, 3, 4], [3], [0], ((1, 0, (5,)),)), pool(), last)
     x, kv = stage(decode(7, ((1, 1, (2,)),)), kv, last)
-    assert x.table.tolist() == [[5, 2]]
+    assert tables_of(x, kv.block_size).tolist() == [[5, 2]]
     assert kv.table[1, :2].tolist() == [5, 2]
 
 
@@ -197,7 +197,7 @@ def test_by_hand_lays_rows_out_as_a_plan_would() -> None:
     assert x.ids.tolist() == [7, 8, 9, 4]
     assert x.slots.tolist() == [23, 8, 9, 36]
     assert x.samples.tolist() == [2, 3]
-    assert x.table.tolist() == [[5, 2], [9, 0]]
+    assert tables_of(x, kv.block_size).tolist() == [[5, 2], [9, 0]]
     x, kv = by_hand(kv, [[7, 8, 9], [4]], [3, 0], [[5, 2], [9]], rows=[4, 2], every=True)
     assert x.samples.tolist() == [0, 1, 2, 3]
     assert x.rows.tolist() == [4, 2]

@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from agentinfer.ops.inputs import Inputs, check_tables
+from agentinfer.ops.inputs import Inputs, check_tables, host_rows, tables_of
 from agentinfer.ops.kv import LayerKv
 
 MOST_KEYS = 1 << 18
@@ -226,8 +226,10 @@ def index_of(x: Inputs, block_size: int, window: int | None, dtype: torch.dtype)
     """The AttentionIndex of a step, computed once for all layers of one window and dtype."""
 
     def make() -> AttentionIndex:
-        padding = [row == 0 or context <= 0 for row, context in zip(x.host.rows, x.host.context, strict=True)]
-        return attention_index(x.table, RowLengths(x.host.count, x.host.context, padding), block_size, window, dtype)
+        host = host_rows(x)
+        padding = [row == 0 or context <= 0 for row, context in zip(host.rows, host.context, strict=True)]
+        lengths = RowLengths(host.count, host.context, padding)
+        return attention_index(tables_of(x, block_size), lengths, block_size, window, dtype)
 
     return x.memo.once(("attention", block_size, window, dtype), x.table, make)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentinfer.ops import attention, linear, norm, provide, rope
 from agentinfer.ops.comm import Group
-from agentinfer.ops.inputs import Inputs
+from agentinfer.ops.inputs import Inputs, tables_of
 from agentinfer.ops.kv import LayerKv
 
 
@@ -134,7 +134,8 @@ def _write_kv(k: Tensor, v: Tensor, kv: LayerKv, slots: Tensor) -> None:
 
 
 def _paged_attention(q: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:
-    return paged_attention(q, kv.k, attention.values_of(kv), x.table, x.cu_seqlens_q, x.context, scale, window or 0)
+    table = tables_of(x, kv.layout.block_size)
+    return paged_attention(q, kv.k, attention.values_of(kv), table, x.cu_seqlens_q, x.context, scale, window or 0)
 
 
 def opaque_ops() -> provide.Ops:

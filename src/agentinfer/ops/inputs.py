@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from agentinfer.errors import StaleHandle
+from agentinfer.errors import GraphBinding, StaleHandle
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.state.ids import I32, I64, cdiv
 from agentinfer.state.plan import Plan, TableEntries
@@ -76,19 +76,37 @@ class Inputs:
     context: Tensor
     """[R] int32 keys, this step's included."""
     table: Tensor
-    """[R, C] int32 block ids, as many columns as the longest context needs; what lies past a row's context may be
-    anything."""
+    """[rows + 1, M] int32: the device's block table, of which step row i is `table[rows[i]]`. What lies past a row's
+    context may be anything."""
     max_query: int
-    """The largest count of a row."""
+    """No row has a larger count."""
     max_context: int
+    """No row has a larger context."""
     samples: Tensor
     """[S] int64 flat positions whose logits are wanted, ascending."""
     last_rows: Tensor
     """[L] int64 the distinct rows that sample."""
     last_samples: Tensor
     """[L] int64 which of the S samples is the last one of each."""
-    host: HostRows
+    host: HostRows | None
+    """None in a captured graph, whose lengths change from replay to replay."""
     memo: Memo = field(factory=Memo)
+
+
+def host_rows(x: Inputs) -> HostRows:
+    """The lengths of the rows of *x* as Python ints. Raises GraphBinding in a captured graph."""
+    if x.host is None:
+        raise GraphBinding("this op reads the lengths of the rows on the host, and a captured graph has none there")
+    return x.host
+
+
+def tables_of(x: Inputs, block_size: int) -> Tensor:
+    """[R, C] int32: the block tables of the rows of *x*, as many columns as the longest context needs. Once a step."""
+    return x.memo.once(
+        ("tables", block_size),
+        x.table,
+        lambda: x.table[:, : cdiv(x.max_context, block_size)].index_select(0, x.rows),
+    )
 
 
 def check_tables(context: Sequence[int] | npt.NDArray[Any], columns: int, block_size: int) -> None:
@@ -196,7 +214,7 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
         rows=rows,
         cu_seqlens_q=narrow[0],
         context=narrow[1],
-        table=kv.table[:, : cdiv(longest, kv.block_size)].index_select(0, rows),
+        table=kv.table,
         max_query=max(host.count, default=0),
         max_context=longest,
         samples=samples,
