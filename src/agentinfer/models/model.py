@@ -24,6 +24,7 @@ from agentinfer.models.folder import read_json
 from agentinfer.models.weights import (
     STORED_DTYPES,
     Fused,
+    dummy_tensors,
     load,
     load_tensors,
     match,
@@ -37,8 +38,8 @@ from agentinfer.ops.kv import Donated, KvCache, KvLayout
 from agentinfer.ops.provide import Ops
 
 __all__ = [
-    "ARCHITECTURES", "Config", "Model", "WeightSizes", "eos_ids", "kv_layout", "load_model", "random_model",
-    "read_config", "weight_sizes",
+    "ARCHITECTURES", "Config", "Model", "WeightSizes", "dummy_model", "eos_ids", "kv_layout", "load_model",
+    "random_model", "read_config", "weight_sizes",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -192,6 +193,23 @@ def random_model(model: Model, dtype: torch.dtype, ranks: Ranks, seed: int = 0) 
     model = evolve(model, dtype=_chosen(model, dtype, None))
     tensors = random_tensors(model.specs(model.config), seed=seed)
     return model, _ready(model, load_tensors(model.packed, tensors, ranks.tp, ranks.device, dtype), None)
+
+
+def dummy_model(
+    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None
+) -> tuple[Model, Any]:
+    """As `load_model`, of a *folder* that need hold nothing but config.json: the weights are drawn on the device.
+
+    Matrices normal(0, 0.02), norms 1, biases 0; any weights in *folder* are not looked at. *dtype*: None means
+    config.json's. Raises CheckpointError naming file and field, InvalidSetting for *dtype* (None, and config.json says
+    none), *max_positions* and ranks that can not share the model.
+    """
+    model = read_config(folder)
+    model.check_tp(model.config, ranks.tp.size)
+    if dtype is None and model.dtype is None:
+        raise InvalidSetting("dtype", f"{folder / CONFIG} names none, so it must be given with dummy weights")
+    model = evolve(model, dtype=_chosen(model, dtype, None))
+    return model, _ready(model, dummy_tensors(model.packed, ranks.tp, ranks.device, _known(model)), max_positions)
 
 
 def kv_layout(model: Model, tp: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[KvLayout, ...]:

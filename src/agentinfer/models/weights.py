@@ -280,3 +280,36 @@ def random_tensors(specs: Any, std: float = 0.15, seed: int = 0) -> dict[str, Te
         return {"matrix": x * std, "norm": 1 + 0.2 * x, "bias": 0.1 * x}[spec.kind]
 
     return {spec.name: one(spec) for spec in _each(specs)}
+
+
+def dummy_tensors(
+    packed: Any, tp: Group, device: torch.device, dtype: torch.dtype, std: float = 0.02, seed: int = 0
+) -> Any:
+    """This rank's part of every weight of *packed* (a tree of Fused), drawn on *device*: a tree of Tensor, as `load`.
+
+    Matrices std * randn, norms 1, biases 0, padding 0: the numbers of a model before training. No whole tensor ever
+    exists beside its part, and ranks that hold the same part draw the same numbers.
+    """
+
+    def one(fused: Fused) -> Tensor:
+        out = torch.empty(fused_shape(fused, tp.rank, tp.size), dtype=fused.parts[0].dtype or dtype, device=device)
+        rows = [local_shape(spec, tp.rank, tp.size)[0] for spec in fused.parts]
+        for spec, place in zip(fused.parts, torch.split(out, rows), strict=True):
+            _draw(place, spec, tp, std, seed)
+        return out
+
+    return tree_map(one, packed)
+
+
+def _draw(place: Tensor, spec: Spec, tp: Group, std: float, seed: int) -> None:
+    """Fill *place* with what this rank holds of *spec*."""
+    if spec.kind != "matrix":
+        place.fill_(1.0 if spec.kind == "norm" else 0.0)
+    else:
+        first = 0 if spec.cut is None else part_of(spec, tp.rank, tp.size).start
+        key = hashlib.blake2b(f"{seed}/{spec.name}/{first}".encode(), digest_size=8).digest()
+        place.normal_(0.0, std, generator=torch.Generator(place.device).manual_seed(int.from_bytes(key, "little")))
+    if spec.cut is not None:
+        part = part_of(spec, tp.rank, tp.size)
+        held = part.stop - part.start
+        place.narrow(spec.cut, held, part.length - held).zero_()
