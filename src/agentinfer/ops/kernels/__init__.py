@@ -1,0 +1,1 @@
+"""Triton kernels: functions of tensors and numbers, no records."""
