@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,27 +15,11 @@ from agentinfer.ops.comm import Ranks
 from agentinfer.ops.inputs import Inputs, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
 from agentinfer.ops.provide import Ops
-from agentinfer.ops.sample import sample
 from agentinfer.state.event import Failed
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Plan, Sampled, sampled
 from agentinfer.state.policy import Policy
-
-
-@frozen(eq=False)
-class Machine:
-    """What does the work, chosen once. Nothing in it changes from step to step."""
-
-    model: Model
-    weights: Any
-    """The model's packed weights: this rank's part."""
-    ops: Ops
-    ranks: Ranks
-    limits: Limits
-    policy: Policy
-    overlap: bool
-    """Plan the next step before this one's tokens are known."""
 
 
 @frozen(eq=False)
@@ -52,9 +37,32 @@ class Flight:
 
     plan: Plan
     tokens_S: Tensor
-    """[S] int64."""
+    """[S] int64, on the host; meaningless until `done`."""
     ok_S: Tensor
-    """[S] bool: the logits were finite."""
+    """[S] int64, as tokens_S: 0 where the logits were not finite."""
+    done: torch.cuda.Event | None
+    """Happens when the tokens are there; None: they are."""
+
+
+Replay = Callable[[Donated[Device], Plan], tuple[Flight, Device] | None]
+"""(device, plan) -> what launch gives, or None if there is no graph for this plan. *Donates* device unless None."""
+
+
+@frozen(eq=False)
+class Machine:
+    """What does the work, chosen once. Nothing in it changes from step to step."""
+
+    model: Model
+    weights: Any
+    """The model's packed weights: this rank's part."""
+    ops: Ops
+    ranks: Ranks
+    limits: Limits
+    policy: Policy
+    overlap: bool
+    """Plan the next step before this one's tokens are known."""
+    replay: Replay | None = None
+    """Runs the plans that it has a captured graph for (graphs.capture made it); None: every step is eager."""
 
 
 def prefill_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, KvCache]:
@@ -73,21 +81,39 @@ def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Fa
     What a step raises comes back as the Failed event of its sequences.
     """
     try:
-        x, kv = stage(plan, device.kv, device.last)
-        step = decode_step if x.max_query == 1 else prefill_step
-        logits_SV, kv = step(m, kv, x)
-        tokens_S, ok_S = sample(logits_SV, plan.sampling)
-        last = remember(device.last, x, tokens_S)
+        replayed = m.replay(device, plan) if m.replay is not None else None
+        return _eager(m, device, plan) if replayed is None else replayed
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the loop
         return failed(plan, error), evolve(device, kv=renew(device.kv, f"the step {plan.step} that failed"))
-    return Flight(plan, tokens_S, ok_S), Device(kv, last)
+
+
+def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Device]:
+    x, kv = stage(plan, device.kv, device.last)
+    step = decode_step if x.max_query == 1 else prefill_step
+    logits_SV, kv = step(m, kv, x)
+    tokens_S, ok_S = m.ops.sample(logits_SV, plan.sampling)
+    last = remember(device.last, x, tokens_S)
+    return take_off(plan, torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))), Device(kv, last)
+
+
+def take_off(plan: Plan, chosen: Tensor) -> Flight:
+    """The flight of *plan*, which chose [2, S or more] int64: tokens, ok. Starts their way to the host."""
+    count, done = len(plan.samples), None
+    if chosen.is_cuda:
+        here = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        chosen = here.copy_(chosen, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    return Flight(plan, chosen[0, :count], chosen[1, :count], done)
 
 
 def land(flight: Flight) -> Sampled | Failed:
     """Wait for the tokens of *flight*: the only wait of a step."""
     try:
-        tokens = flight.tokens_S.to("cpu").numpy().astype(np.int32)
-        ok = flight.ok_S.to("cpu").numpy()
+        if flight.done is not None:
+            flight.done.synchronize()
+        tokens = flight.tokens_S.numpy().astype(np.int32)
+        ok = flight.ok_S.numpy() != 0
     except Exception as error:  # noqa: BLE001 - a device reports here what went wrong in the step
         return failed(flight.plan, error)
     return sampled(flight.plan, tokens, ok)

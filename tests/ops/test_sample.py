@@ -316,3 +316,44 @@ def test_the_result_is_a_tensor_of_its_own() -> None:
     """Mixed greedy and noisy rows keep their places."""
     logits: Tensor = torch.eye(4) * 50
     assert pick(logits, [{"temperature": t} for t in (0, 1, 0, 1)])[0] == [0, 1, 2, 3]
+
+
+def plainly(logits_SV: Tensor, params: Tensor, index: Tensor, tokens: Tensor, ok: Tensor) -> None:
+    """A SampleRows of numpy: no filters, parameters from their bits."""
+    for i, row in enumerate(logits_SV.numpy()):
+        p = params[i].numpy().view(PARAMS)[0]
+        fine = bool(np.isfinite(row.max())) and not np.isnan(row).any()
+        ok[i] = int(fine)
+        tokens[i] = 0
+        if fine and p["temperature"] >= 1e-5:
+            tokens[i] = sampling.choose(
+                *sampling.survivors(row, float(p["temperature"])), int(p["seed"]), int(index[i])
+            )
+        elif fine:
+            tokens[i] = int(row.argmax())
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_sampling_on_the_device_chooses_as_the_host_does(seed: int, count: int) -> None:
+    """Filters by one sort, noise over what they leave: the same tokens as row by row on the host, bans included."""
+    rng = np.random.default_rng(seed)
+    vocab = 37
+    logits = torch.from_numpy((rng.integers(-8, 8, (count, vocab)) / 2).astype(np.float32))
+    params = np.zeros(count, PARAMS)
+    params["temperature"] = rng.choice([0.0, 0.4, 1.0, 3.0], count)
+    params["top_p"] = rng.choice([1.0, 0.9, 0.5, 1e-6], count)
+    params["min_p"] = rng.choice([0.0, 0.2, 1.0], count)
+    params["top_k"] = rng.choice([0, -1, 1, 3, vocab, 1000], count)
+    params["seed"] = rng.integers(0, 2**63 - 1, count)
+    banned = tuple((i, (int(rng.integers(vocab)), 3)) for i in range(count) if rng.random() < 0.3)
+    asked = SamplingColumns(params, rng.integers(0, 50, count).astype(np.int32), banned)
+    want, fine = sampling.sample(logits, asked)
+    before = logits.clone()
+    got, ok = sampling.on_device(plainly)(logits, asked)
+    assert torch.equal(logits, before)
+    assert got.tolist() == want.tolist()
+    assert ok.tolist() == fine.tolist()
+    which = sampling.needs_filters(asked, vocab)
+    part = sampling.subset(asked, which)
+    assert [row for row, _ in banned] == [int(which[i]) for i, _ in part.banned]
+    assert part.seed.tolist() == params["seed"][which].tolist()

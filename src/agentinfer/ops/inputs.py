@@ -126,7 +126,7 @@ def ranges(start: npt.NDArray[Any], count: npt.NDArray[Any]) -> I64:
     return np.arange(total, dtype=np.int64) + np.repeat(start.astype(np.int64) - (ends - count), count)
 
 
-def _entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I32]:
+def table_entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I32]:
     """Flat places in the table and the blocks to put there; of two entries for one place the later."""
     if not tables:
         return np.empty(0, np.int64), np.empty(0, np.int32)
@@ -143,6 +143,13 @@ def _entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I32]:
         unique, newest = np.unique(where[::-1], return_index=True)
         where, block = unique, block[::-1][newest]
     return where, block
+
+
+def apply_entries(table: Tensor, where: npt.NDArray[Any], blocks: npt.NDArray[Any]) -> None:
+    """table.flat[where] = blocks, in place."""
+    pairs = torch.from_numpy(np.stack((where, blocks)).astype(np.int64))
+    there = pairs if table.device.type == "cpu" else pairs.pin_memory().to(table.device, non_blocking=True)
+    table.view(-1).index_copy_(0, there[0], there[1].to(table.dtype))
 
 
 def upload(
@@ -176,7 +183,7 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
         )
     columns = kv.table.shape[1]
     check_tables(plan.context, columns, kv.block_size)
-    where, block = _entries(plan.tables, columns)
+    where, block = table_entries(plan.tables, columns)
     kv = kv.consume("stage")
     waiting = np.flatnonzero(plan.inputs < 0)
     last_of_row = np.flatnonzero(np.diff(plan.sample_rows, append=-1) != 0)

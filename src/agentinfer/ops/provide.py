@@ -15,11 +15,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from agentinfer.ops import attention, linear, norm, rope
+from agentinfer.ops import attention, linear, norm, rope, sample
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
+from agentinfer.ops.sample import Sample, SampleRows
 
 __all__ = ["HeadShape", "Ops", "Primitives", "Stream", "composed", "reference"]
 
@@ -81,6 +82,10 @@ class Ops:
     norm_head: Callable[[Stream, Tensor, Tensor, Tensor, float, Group, int], Tensor]
     """(stream, samples_S, norm_D, weight_VD, eps, group, vocab_size) -> [S, vocab_size] float32."""
     primitives: Primitives
+    sample: Sample = sample.sample
+    """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool."""
+    sample_rows: SampleRows | None = None
+    """Sampling that a graph can capture; None: these ops wait for the host, so no graph can be made of them."""
 
 
 def _embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:

@@ -15,6 +15,7 @@ SamplingColumns; S samples, V vocabulary. Greedy rows never leave the device; th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -24,6 +25,13 @@ from torch import Tensor
 
 from agentinfer.state.ids import F32, I64
 from agentinfer.state.plan import SamplingColumns
+
+Sample = Callable[[Tensor, SamplingColumns], tuple[Tensor, Tensor]]
+"""(logits_SV, sampling) -> tokens [S] int64, ok [S] bool, on the logits' device."""
+SampleRows = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(logits_SV float32, params [S, 8] int32, index [S] int32, tokens [S] int64, ok [S] int64): sampling without filters,
+written to the last two, all of it on the device without waiting, so that a graph can capture it. params are the bits of
+state.columns.PARAMS."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it choose the largest logit."""
@@ -179,6 +187,73 @@ def choose(ids: I64, z: F32, seed: int, index: int) -> int:
         if (-float(score[at]), int(far[at])) < (-best, token):
             token = int(far[at])
     return token
+
+
+def words(s: SamplingColumns) -> npt.NDArray[np.int32]:
+    """[S, 8] the bits of the parameters, as SampleRows takes them."""
+    return np.ascontiguousarray(s.params).view(np.int32).reshape(len(s.params), -1)
+
+
+def needs_filters(s: SamplingColumns, vocab_size: int) -> I64:
+    """Which samples have top-k, top-p, min-p or banned ids to heed."""
+    k = s.top_k
+    noisy = s.temperature >= GREEDY_BELOW
+    asked = noisy & ((s.top_p < 1) | (s.min_p > 0) | ((k > 0) & (k < vocab_size)))
+    for row, _ in s.banned:
+        asked[row] = True
+    return np.flatnonzero(asked)
+
+
+def subset(s: SamplingColumns, which: I64) -> SamplingColumns:
+    """The samples *which* (ascending) of *s* alone."""
+    place = {int(row): i for i, row in enumerate(which)}
+    banned = tuple((place[row], ids) for row, ids in s.banned if row in place)
+    return SamplingColumns(s.params[which], s.index[which], banned)
+
+
+def keep_filtered(logits_SV: Tensor, s: SamplingColumns) -> Tensor:
+    """*logits_SV* (float32) with -inf for what bans and filters take away, as `survivors` does; on its device, without
+    waiting for it.
+
+    One sort a row. Rows without filters keep all but their banned ids.
+    """
+    logits = _ban(logits_SV, s.banned) if s.banned else logits_SV
+    device, vocab = logits.device, logits.shape[-1]
+    k = np.where((s.top_k > 0) & (s.top_k < vocab), s.top_k, vocab)
+    columns = np.stack((np.maximum(s.temperature, GREEDY_BELOW), s.top_p, s.min_p, k)).astype(np.float32)
+    host = torch.from_numpy(columns)
+    there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    temperature, top_p, min_p, top_k = there.unsqueeze(-1)
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    z = (ranked - ranked[:, :1]) / temperature
+    rank = torch.arange(vocab, device=device)
+    mass = torch.where(rank < top_k, z.exp(), 0.0)
+    before = mass.cumsum(-1, dtype=torch.float64) - mass
+    goal = top_p * mass.sum(-1, keepdim=True, dtype=torch.float64) * (1 - TIE)
+    kept = (rank < top_k) & ((before < goal) | (top_p >= 1)) & (z >= min_p.log() - TIE)
+    return torch.full_like(logits, float("-inf")).scatter_(-1, order, ranked.masked_fill(~kept, float("-inf")))
+
+
+def on_device(choose_rows: SampleRows) -> Sample:
+    """`sample` that never waits for its device: filters as `keep_filtered`, the choice by *choose_rows*."""
+
+    def sample_on_device(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
+        logits = logits_SV.to(torch.float32)
+        device, count = logits.device, len(logits)
+        block = np.concatenate((words(s).reshape(-1), s.index))
+        host = torch.from_numpy(block)
+        there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        filtered = needs_filters(s, logits.shape[-1])
+        if len(filtered) == count:
+            logits = keep_filtered(logits, s)
+        elif len(filtered):
+            where = torch.from_numpy(filtered).to(device, non_blocking=True)
+            logits = logits.index_copy(0, where, keep_filtered(logits.index_select(0, where), subset(s, filtered)))
+        chosen = torch.empty((2, count), dtype=torch.int64, device=device)
+        choose_rows(logits, there[: -count or None].view(count, -1), there[-count:], chosen[0], chosen[1])
+        return chosen[0], chosen[1] != 0
+
+    return sample_on_device
 
 
 def _ban(logits_SV: Tensor, banned: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:

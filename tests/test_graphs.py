@@ -1,0 +1,112 @@
+"""Captured decode steps: what can be known of them without a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentinfer.errors import GraphBinding, InvalidSetting
+from agentinfer.graphs import block_words, bucket_of, bucket_sizes, fill, inputs_of, lay_out, num_entries
+from agentinfer.ops.inputs import host_rows
+from agentinfer.state.admit import arrive
+from agentinfer.state.commit import commit
+from agentinfer.state.engine import initial
+from agentinfer.state.limits import Limits
+from agentinfer.state.plan import Plan, sampled
+from agentinfer.state.policy import POLICIES
+from agentinfer.state.request import Request, SamplingParams
+from agentinfer.state.schedule import schedule
+
+
+def test_bucket_sizes_are_small_powers_and_multiples_of_eight() -> None:
+    """1, 2, 4, 8, then multiples of 8 below the most, and the most itself."""
+    assert bucket_sizes(12) == (1, 2, 4, 8, 12)
+    assert bucket_sizes(2) == (1, 2)
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(3) == (1, 2, 3)
+    assert bucket_sizes(100)[-3:] == (88, 96, 100)
+    assert bucket_sizes(512)[-2:] == (504, 512)
+
+
+@given(st.integers(1, 600))
+def test_no_bucket_exceeds_the_rows_and_every_batch_has_one(most: int) -> None:
+    """Sizes rise, end with the most, and hold every batch up to it with less than 8 rows of padding above 8."""
+    sizes = bucket_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = bucket_of(sizes, rows)
+        assert size is not None
+        assert rows <= size <= max(2 * rows, rows + 7)
+    assert bucket_of(sizes, most + 1) is None
+
+
+def test_a_batch_larger_than_all_buckets_has_none() -> None:
+    """9 rows of 12 take the graph of 12; 13 take none."""
+    assert bucket_of((1, 2, 4, 8, 12), 9) == 12
+    assert bucket_of((1, 2, 4, 8, 12), 13) is None
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_no_rows_is_no_size(most: int) -> None:
+    """A graph of no rows is refused."""
+    with pytest.raises(InvalidSetting, match="max_num_seqs"):
+        bucket_sizes(most)
+
+
+def decode_plan(prompts: list[int]) -> Plan:
+    """The plan of a decode step of rows with these prompt lengths."""
+    state = initial(Limits(4, 200, len(prompts), 4096, 512, 100))
+    for i, count in enumerate(prompts):
+        request = Request([5 + i] * count, SamplingParams(max_tokens=20, temperature=0.5 * i, seed=2**40 + i))
+        state, _ = arrive(state, request)
+    for _ in range(3):
+        state, plan = schedule(state, POLICIES["throughput"])
+        assert plan is not None
+        if len(plan.slots) == len(plan.rows) == len(prompts):
+            return plan
+        state, _ = commit(state, plan, sampled(plan, [9] * len(plan.samples)))
+    raise AssertionError
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(0, 3))
+def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int], spare: int) -> None:
+    """What is read of a filled block is the plan; rows left over are row 0 with one key, in the sink's slot."""
+    plan = decode_plan(prompts)
+    n = len(prompts)
+    size = n + spare
+    whole = torch.full((block_words(size),), 0x55555555, dtype=torch.int32)
+    block = lay_out(whole, size)
+    fill(block, plan, np.array([7, 3], np.int32), np.array([11, 12], np.int32))
+    assert block.positions.tolist() == [*plan.start.tolist(), *[0] * spare]
+    assert block.slots.tolist() == [*plan.slots.tolist(), *[0] * spare]
+    assert block.rows.tolist() == [*plan.rows.tolist(), *[0] * spare]
+    assert block.context.tolist() == [*plan.context.tolist(), *[1] * spare]
+    assert block.inputs.tolist() == [*plan.inputs.tolist(), *[0] * spare]
+    assert block.index.tolist() == [*plan.sampling.index.tolist(), *[0] * spare]
+    temperature = block.params[:, 0].contiguous().view(torch.float32)
+    assert temperature[:n].tolist() == plan.sampling.temperature.tolist()
+    seeds = block.params[:, 4:6].clone().view(torch.int64)
+    assert seeds.view(-1)[:n].tolist() == plan.sampling.seed.tolist()
+    assert block.entries.shape == (2, num_entries(size))
+    assert block.entries[:, :2].tolist() == [[7, 3], [11, 12]]
+    assert not block.entries[:, 2:].any()
+    pieces = [block.positions, block.slots, block.rows, block.context, block.inputs, block.index, block.params]
+    assert sum(x.numel() * x.itemsize for x in (*pieces, block.entries)) == whole.numel() * 4
+
+
+def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:
+    """A new block shows in the inputs; lengths on the host there are none, and who asks for them is told."""
+    block = lay_out(torch.zeros(block_words(2), dtype=torch.int32), 2)
+    x = inputs_of(block, torch.zeros((3, 4), dtype=torch.int32), torch.zeros(2, dtype=torch.int64), 64)
+    fill(block, decode_plan([3, 5]), np.empty(0, np.int32), np.empty(0, np.int32))
+    assert x.positions.tolist() == [3, 5]
+    assert x.context.tolist() == [4, 6]
+    assert x.rows.tolist() == x.last_rows.tolist() == block.rows.tolist()
+    assert x.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert (x.max_query, x.max_context) == (1, 64)
+    with pytest.raises(GraphBinding, match="lengths"):
+        host_rows(x)
