@@ -1,0 +1,119 @@
+"""One row times a weight, read once at the speed of memory: norm in the prologue, bias, gate or residual in the
+epilogue.
+
+The square sum of the norm is gathered beside the products and applied at the end, so the row is read once. Weights do
+not depend on the kernel before, so the first of them are loaded before waiting for it.
+
+Shapes: N outputs, K columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile
+
+
+@triton.jit
+def _weights(at, dims, CHUNK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Columns CHUNK * BK and on of the rows that begin at *at*. They are used once: first to leave the cache."""
+    if (CHUNK + 1) * BK <= K:
+        w = tl.load(at + (CHUNK * BK + dims)[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(
+            at + (CHUNK * BK + dims)[None, :],
+            mask=(CHUNK * BK + dims < K)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+    return w
+
+
+@triton.jit
+def _gemv(
+    x, norm, weight, bias, out, eps,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GLU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program n: outputs n * BN and on. GLU: rows of the gate at 0, of up at N. ADD: onto what *out* holds."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = row < N
+    if N % BN != 0:  # what is past the end repeats the last row and is not stored
+        row = tl.minimum(row, N - 1)
+    dims = tl.arange(0, BK)
+    at = weight + row.to(tl.int64)[:, None] * K
+    first = _weights(at, dims, 0, K, BK)
+    first_up = first
+    if GLU:
+        first_up = _weights(at + N * K, dims, 0, K, BK)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BN, BK), tl.float32)
+    acc_up = tl.zeros((BN, BK), tl.float32)
+    square = tl.zeros((BK,), tl.float32)
+    for c in tl.static_range((K + BK - 1) // BK):
+        col = c * BK + dims
+        xc = tl.load(x + col, mask=col < K, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if NORM:
+            square += xc * xc
+            xc *= tl.load(norm + col, mask=col < K, other=0.0).to(tl.float32)
+        w = first if c == 0 else _weights(at, dims, c, K, BK)
+        acc += w.to(tl.float32) * xc[None, :]
+        if GLU:
+            up = first_up if c == 0 else _weights(at + N * K, dims, c, K, BK)
+            acc_up += up.to(tl.float32) * xc[None, :]
+    y = tl.sum(acc, 1)
+    y_up = tl.sum(acc_up, 1)
+    if NORM:
+        r = tl.rsqrt(tl.sum(square) / K + eps)
+        y *= r
+        y_up *= r
+    if BIAS:
+        y += tl.load(bias + row).to(tl.float32)
+        if GLU:
+            y_up += tl.load(bias + N + row).to(tl.float32)
+    if GLU:
+        y = y * tl.sigmoid(y) * y_up
+    if ADD:
+        y += tl.load(out + row, cache_modifier=".cg")
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    pdl: bool = False,
+    tile: GemvTile | None = None,
+) -> Tensor:
+    """x @ weight^T, [1, N] of *dtype*. Float32 inside.
+
+    *x* is [1, K], *weight* [N, K] ([2N, K] if gated: rows of the gate, then of up), contiguous. In this order: x is
+    normed (root mean square, *norm_K* and *eps*) unless there is no norm; *bias* is added; *gated* makes silu(gate) *
+    up of the two halves; the result is added to *add_to* ([1, N] float32) in place, which is then what is returned.
+
+    *pdl*: take part in programmatic dependent launch: *weight* must be complete before the kernel before this one
+    began.
+    """
+    k = x.shape[1]
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    t = gemv_tile(n, k, gated) if tile is None else tile
+    out = torch.empty((1, n), dtype=dtype, device=x.device) if add_to is None else add_to
+    _gemv[(-(-n // t.rows),)](
+        x, weight if norm_K is None else norm_K, weight, weight if bias is None else bias, out, eps,
+        n, k, t.rows, t.chunk, norm_K is not None, bias is not None, gated, add_to is not None, pdl,
+        num_warps=t.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,173 @@
+"""One token a sample, greedy or by Gumbel noise: the argmax of (logit - row maximum) / temperature + noise.
+
+Noise is that of ops/sample.py: Philox4x32-10, key = seed, counter = (token id // 4, output index, 0, 0), lane = token
+id % 4; u = ((x >> 9) + 0.5) * 2^-23 and -log(-log(u)), in float32 here: within 2e-6 of the rounded float64.
+
+Two kernels. The first finds the best token of each tile of the vocabulary, where the maximum of the tile serves in
+place of that of the row: a shift common to all does not change which is largest, and subtracting a maximum first keeps
+every z at 0 or below, so that no temperature, however low, overflows. The second compares the winners by the z of the
+whole row. Filters are not its business.
+
+Shapes: S samples, V vocabulary, C tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from agentinfer.ops.kernels.tiles import power_of_two
+
+TILE = 1024
+"""Token ids a program."""
+WORDS = 8
+"""32-bit words of a sample's parameters: state.columns.PARAMS."""
+
+
+@triton.jit
+def _log(x, LIBDEVICE: tl.constexpr):
+    """The natural logarithm to one unit in the last place: tl.log is a fast approximation on a GPU, exact off it."""
+    return libdevice.log(x) if LIBDEVICE else tl.log(x)
+
+
+@triton.jit
+def _gumbel(seed, index, block, lane, LIBDEVICE: tl.constexpr):
+    """Noise of token ids 4 * block + lane: [len(block), 4] for *lane* = [0, 1, 2, 3]."""
+    zero = block * 0
+    x0, x1, x2, x3 = tl.philox(seed, block, zero + index, zero, zero)
+    low = tl.where((lane == 0)[None, :], x0[:, None], x1[:, None])
+    high = tl.where((lane == 2)[None, :], x2[:, None], x3[:, None])
+    x = tl.where((lane < 2)[None, :], low, high)
+    u = ((x >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return -_log(-_log(u, LIBDEVICE), LIBDEVICE)
+
+
+@triton.jit
+def _is_nan(x):
+    return x != x  # noqa: PLR0124 - Triton's language has no other word for it
+
+
+@triton.jit
+def _rank(score, ids):
+    """An integer that orders by score, then by the lower id. Its low half is 2^31 - 1 - id."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _id_of(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _z(logit, top, temperature):
+    """(logit - top) / temperature; of -inf, -inf (also where top is -inf)."""
+    return tl.div_rn(logit - tl.where(top == float("-inf"), 0.0, top), temperature)
+
+
+@triton.jit
+def _sample_tiles(
+    logits, params, index, numbers, winners, stride, V, C,
+    BV: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, LIBDEVICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (c, s): the winner of tile c of sample s, and three numbers: its logit, its noise, the tile's maximum
+    (NaN where the tile holds NaN or +inf).
+    """
+    if PDL:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    sample = tl.program_id(1)
+    block = tile * (BV // 4) + tl.arange(0, BV // 4)
+    lane = tl.arange(0, 4)
+    ids = block[:, None] * 4 + lane[None, :]
+    row = params + sample * WORDS
+    if PDL:
+        gdc_wait()
+    logit = tl.load(logits + sample.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
+    broken = _is_nan(logit) | (logit == float("inf"))
+    logit = tl.where(broken, float("-inf"), logit)
+    top = tl.max(tl.max(logit, 1), 0)
+    temperature = tl.load(row).to(tl.float32, bitcast=True)
+    score = logit
+    noise = tl.zeros((BV // 4, 4), tl.float32)
+    if temperature >= GREEDY:
+        low = tl.load(row + 4).to(tl.int64) & 0xFFFFFFFF
+        high = tl.load(row + 5).to(tl.int64) << 32
+        noise = _gumbel(high | low, tl.load(index + sample), block, lane, LIBDEVICE)
+        score = _z(logit, top, temperature) + noise
+    winner = _id_of(tl.max(tl.max(_rank(score, ids), 1), 0))
+    mine = ids == winner
+    spoiled = tl.max(tl.max(broken.to(tl.int32), 1), 0) > 0
+    out = (sample * C + tile).to(tl.int64)
+    tl.store(winners + out, winner)
+    tl.store(numbers + out * 3, tl.max(tl.max(tl.where(mine, logit, float("-inf")), 1), 0))
+    tl.store(numbers + out * 3 + 1, tl.sum(tl.sum(tl.where(mine, noise, 0.0), 1), 0))
+    tl.store(numbers + out * 3 + 2, tl.where(spoiled, float("nan"), top))
+
+
+@triton.jit
+def _sample_rows(
+    numbers, winners, params, tokens, ok, C,
+    BC: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program s: the best of the winners of sample s."""
+    if PDL:
+        gdc_launch_dependents()
+    sample = tl.program_id(0)
+    tile = tl.arange(0, BC)
+    there = tile < C
+    at = sample.to(tl.int64) * C + tile
+    if PDL:
+        gdc_wait()
+    logit = tl.load(numbers + at * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
+    noise = tl.load(numbers + at * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    tops = tl.load(numbers + at * 3 + 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(winners + at, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
+    spoiled = tl.max(_is_nan(tops).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(_is_nan(tops), float("-inf"), tops), 0)
+    temperature = tl.load(params + sample * WORDS).to(tl.float32, bitcast=True)
+    score = logit
+    if temperature >= GREEDY:
+        score = _z(logit, top, temperature) + noise
+    token = _id_of(tl.max(_rank(score, ids), 0))
+    tl.store(tokens + sample, token.to(tl.int64))
+    tl.store(ok + sample, (top > float("-inf")) & (spoiled == 0))
+
+
+def sample_tokens(
+    logits_SV: Tensor,
+    params: Tensor,
+    index: Tensor,
+    tokens_out: Tensor,
+    ok_out: Tensor,
+    *,
+    greedy_below: float = 1e-5,
+    pdl: bool = False,
+) -> None:
+    """Write one token a sample to *tokens_out* ([S] int64), and to *ok_out* ([S] bool) whether its logits were sound.
+
+    *logits* are float32 with rows of any stride; *params* is [S, 8] int32, the bits of state.columns.PARAMS (of which
+    temperature and seed are read); *index* [S] int32, the output index. Temperatures below *greedy_below* choose the
+    largest logit; ties go to the lowest id. Where a row holds NaN or +inf, or nothing but -inf, ok is False and the
+    token is some id of the vocabulary.
+    """
+    count, vocabulary = logits_SV.shape
+    if not count:
+        return
+    device = logits_SV.device
+    tiles = -(-vocabulary // TILE)
+    numbers = torch.empty((count, tiles, 3), dtype=torch.float32, device=device)
+    winners = torch.empty((count, tiles), dtype=torch.int32, device=device)
+    _sample_tiles[(tiles, count)](
+        logits_SV, params, index, numbers, winners, logits_SV.stride(0), vocabulary, tiles,
+        TILE, WORDS, greedy_below, device.type == "cuda", pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    _sample_rows[(count,)](
+        numbers, winners, params, tokens_out, ok_out, tiles,
+        power_of_two(tiles), WORDS, greedy_below, pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""How each kernel is cut up: the shapes that were measured, and a rule for all others.
+
+Measured on an H200 in whole decode steps. N rows and K columns of a weight; G query heads a KV head. A gated weight
+(gate rows, then up rows) counts as N of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class GemvTile(NamedTuple):
+    """A program computes *rows* numbers, *chunk* columns at a time. Powers of two."""
+
+    rows: int
+    chunk: int
+    warps: int
+
+
+class GemmTile(NamedTuple):
+    """A program computes a block of m x n numbers, k columns at a time, from one of *split* parts of the columns."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    split: int
+
+
+class AttendTile(NamedTuple):
+    """*splits* programs share the keys of a row and KV head, each *keys* at a time."""
+
+    splits: int
+    keys: int
+    warps: int
+    stages: int
+
+
+GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
+    {
+        (6144, 4096, False): GemvTile(4, 2048, 4),  # Qwen3-8B: qkv, o, gate and up, down, head
+        (4096, 4096, False): GemvTile(4, 2048, 2),
+        (12288, 4096, True): GemvTile(4, 2048, 4),
+        (4096, 12288, False): GemvTile(4, 2048, 2),
+        (151936, 4096, False): GemvTile(4, 4096, 4),
+        (4096, 1024, False): GemvTile(8, 1024, 2),  # Qwen3-0.6B: the same
+        (1024, 2048, False): GemvTile(2, 2048, 4),
+        (3072, 1024, True): GemvTile(8, 1024, 4),
+        (1024, 3072, False): GemvTile(2, 1024, 4),
+        (151936, 1024, False): GemvTile(8, 1024, 4),
+    }
+)
+"""(N, K, gated) -> tile."""
+
+GEMM: Mapping[tuple[int, int, bool], GemmTile] = MappingProxyType(
+    {
+        (6144, 4096, False): GemmTile(64, 64, 128, 6, 4, 1),
+        (4096, 4096, False): GemmTile(64, 64, 128, 4, 4, 2),
+        (12288, 4096, True): GemmTile(64, 64, 128, 4, 4, 1),
+        (4096, 12288, False): GemmTile(64, 64, 128, 4, 4, 2),
+        (1024, 2048, False): GemmTile(64, 32, 128, 4, 4, 4),
+        (1024, 3072, False): GemmTile(64, 32, 128, 4, 4, 4),
+    }
+)
+"""(N, K, gated) -> tile for up to 64 rows of two bytes a number. *split* counts only where partial sums are wanted."""
+
+ATTEND_ONE: Mapping[tuple[int, int], AttendTile] = MappingProxyType(
+    {(8, 4): AttendTile(32, 32, 4, 2), (8, 2): AttendTile(16, 32, 2, 2)}
+)
+"""(KV heads, G) -> tile for one row."""
+
+MOST_SPLITS = 32
+PROGRAMS = 256
+"""Programs of attention that a GPU of 132 processors needs to be busy."""
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def gemv_tile(n: int, k: int, gated: bool) -> GemvTile:
+    """The tile of a product with one row: as measured, or about 64 weights a thread and little beyond the last column.
+    Wide chunks for few rows, so that there are programs for all processors.
+    """
+    known = GEMV.get((n, k, gated))
+    if known is not None:
+        return known
+    chunk = 2048
+    while chunk > 64 and -(-k // chunk) * chunk * 4 > 5 * k:
+        chunk //= 2
+    rows = min(8, 8192 // chunk)
+    while rows > 1 and n < 512 * rows:
+        rows //= 2
+    return GemvTile(rows, chunk, max(1, min(4, rows * chunk // 2048)))
+
+
+def gemm_tile(n: int, k: int, gated: bool, *, partial: bool) -> GemmTile:
+    """The tile of a product with 2 to 64 rows. *partial*: the columns may be split, because whoever reads the result
+    adds up the parts. Wide models keep 64 columns a program, narrow ones 32, so that there are programs for all.
+    """
+    known = GEMM.get((n, k, gated))
+    if known is not None:
+        return known if partial else known._replace(split=1)
+    width = 64 if n >= 4096 else 32
+    split = 1
+    while partial and split < 8 and -(-n // width) * split < 128 and k >= 512 * split:
+        split *= 2
+    return GemmTile(64, width, 128, 4, 4, split)
+
+
+def attend_tile(rows: int, kv_heads: int, group: int) -> AttendTile:
+    """The tile of decode attention. Nothing is known of the lengths of the rows: keys are split only while rows and KV
+    heads alone do not fill the GPU.
+    """
+    if rows == 1 and (kv_heads, group) in ATTEND_ONE:
+        return ATTEND_ONE[kv_heads, group]
+    splits = 1
+    while splits < MOST_SPLITS and rows * kv_heads * splits * 2 <= PROGRAMS:
+        splits *= 2
+    return AttendTile(1, 64, 2, 2) if splits == 1 else AttendTile(splits, 32, 2, 2)

@@ -1,0 +1,92 @@
+"""Sampling on the device, in Triton's interpreter, against ops/sample.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from agentinfer.ops import sample
+from agentinfer.ops.kernels import sample as kernel
+from agentinfer.ops.kernels.sample import sample_tokens
+from agentinfer.state.columns import PARAMS
+
+
+@triton.jit
+def _noise(out, seed, index, LIBDEVICE: tl.constexpr):
+    block, lane = tl.arange(0, 256), tl.arange(0, 4)
+    tl.store(
+        out + block[:, None] * 4 + lane[None, :],
+        kernel._gumbel(tl.load(seed), tl.load(index), block, lane, LIBDEVICE),
+    )
+
+
+def run(
+    logits: Tensor, temperature: list[float], seed: list[int], index: list[int]
+) -> tuple[list[int], list[bool]]:  # fmt: skip
+    count = len(logits)
+    params = np.zeros(count, PARAMS)
+    params["temperature"], params["seed"] = temperature, seed
+    tokens, ok = torch.full((count,), -1), torch.zeros(count, dtype=torch.bool)
+    words = torch.from_numpy(params.view(np.int32).reshape(count, -1))
+    sample_tokens(logits, words, torch.tensor(index, dtype=torch.int32), tokens, ok)
+    return tokens.tolist(), ok.tolist()
+
+
+def want(logits: Tensor, temperature: float, seed: int, index: int) -> int:
+    if temperature < sample.GREEDY_BELOW:
+        return int(logits.argmax())
+    return sample.choose(*sample.survivors(logits.numpy(), temperature), seed, index)
+
+
+@pytest.mark.parametrize("seed", [0, 12345, 2**62 + 7, -1])
+def test_the_noise_is_that_of_the_reference(seed: int) -> None:
+    """Philox and both logarithms in float32 stay within 2e-6 of the reference, for any seed."""
+    out = torch.empty(1024)
+    _noise[(1,)](out, torch.tensor([seed]), torch.tensor([77], dtype=torch.int32), LIBDEVICE=False)
+    np.testing.assert_allclose(out.numpy(), sample.gumbel(seed, 77, np.arange(1024)), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 1024, 2500])
+def test_tokens_are_those_of_the_reference(vocabulary: int) -> None:
+    """Greedy and noisy rows in one batch choose what the reference chooses, rows of any stride included."""
+    wide = 4 * torch.randn(6, vocabulary + 3, generator=torch.Generator().manual_seed(1))
+    logits = wide[:, :vocabulary]
+    temperature = [0.0, 0.5, 1.0, 1e-5, 30.0, 9e-6]
+    seed, index = [1, 2**40 + 5, -7, 3, 4, 5], [0, 1, 2000, 3, 4, 5]
+    tokens, ok = run(logits, temperature, seed, index)
+    assert tokens == [want(*row) for row in zip(logits, temperature, seed, index, strict=True)]
+    assert all(ok)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    """Of equal logits, -0 and 0 too, in one tile and across tiles, the lowest id wins."""
+    logits = torch.full((2, 2100), -1.0)
+    logits[0, 40] = logits[0, 41] = logits[0, 2000] = 2.0
+    logits[1, 1500], logits[1, 1501] = -0.0, 0.0
+    assert run(logits, [0.0, 0.0], [0, 0], [0, 0]) == ([40, 1500], [True, True])
+
+
+def test_extreme_logits_do_not_overflow() -> None:
+    """With the largest and smallest floats as logits, and -inf beside them, the largest wins at any temperature."""
+    big = torch.finfo(torch.float32).max
+    logits = torch.full((3, 1100), -big)
+    logits[:, 1050], logits[:, 7], logits[1, :1024] = big, big / 2, -math.inf
+    with np.errstate(over="ignore"):  # to -inf, as the reference
+        assert run(logits, [0.0, 1e-5, 1.0], [1, 2, 3], [0, 0, 0]) == ([1050] * 3, [True] * 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_unsound_rows_are_reported(temperature: float) -> None:
+    """NaN, +inf or nothing but -inf make a row not ok, its token stays in the vocabulary, and other rows are sound."""
+    logits = torch.randn(4, 1100, generator=torch.Generator().manual_seed(2))
+    logits[0, 1099], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    tokens, ok = run(logits, [temperature] * 4, [1] * 4, [0] * 4)
+    assert ok == [False, False, False, True]
+    assert all(0 <= token < 1100 for token in tokens)
+    assert tokens[3] == want(logits[3], temperature, 1, 0)
