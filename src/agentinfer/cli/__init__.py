@@ -1,4 +1,4 @@
-"""The command line: `agentinfer generate | chat | plan | env | replay | demo`. Everything below it, and nothing above.
+"""The command line: `agentinfer generate | chat | plan | env | replay | bench | demo`: above everything else.
 
 Standard output holds what was asked for, standard error everything else. Exit status: 0 all went well; 1 a request was
 refused or failed, or a replay disagrees; 2 wrong usage or a wrong model, with one line that says what and why; 130

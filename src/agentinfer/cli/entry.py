@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
             from agentinfer.cli import plan as command
         case "env":
             from agentinfer.cli import env as command
+        case "bench":
+            from agentinfer.cli import bench as command
         case "replay":
             from agentinfer.cli import replay as command
         case _:

@@ -64,6 +64,25 @@ def token_ids(given: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be token ids with commas between them, not {given!r}") from None
 
 
+def counts(least: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads `1,64,256`: integers of at least *least*; nothing is none of them."""
+    one = integer(least)
+
+    def read(given: str) -> tuple[int, ...]:
+        return tuple(one(part) for part in given.split(",")) if given.strip() else ()
+
+    return read
+
+
+def span(given: str) -> tuple[int, int]:
+    """Reads `100-1024` or `128`: the shortest and the longest."""
+    low, _, high = given.partition("-")
+    found = integer(1)(low), integer(1)(high or low)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"must be SHORTEST-LONGEST, not {given!r}")
+    return found
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. Raises Usage where argparse would exit with an error."""
     top = _Parser(
@@ -105,6 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("file", metavar="FILE", type=Path, help="what 'generate --record' wrote")
     replay.add_argument("--json", action="store_true", help="print one JSON object")
+
+    _bench(command("bench", "Measure an engine, driven as 'generate' drives it."))
 
     demo = command("demo", "A small real model answers a question, alone and in a batch of 8.")
     demo.add_argument(
@@ -282,3 +303,64 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     _memory(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+_BENCH = (
+    "--max-num-seqs is raised to the largest batch. With --json or --output: one object with device, driver, versions, "
+    "settings, every step's time, peaks of memory and samples of utilisation."
+)
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+
+    def kind(name: str, says: str, runs: int) -> argparse.ArgumentParser:
+        new = kinds.add_parser(name, help=says, description=says, allow_abbrev=False, epilog=_BENCH)
+        new.add_argument("model", metavar="MODEL", help=MODEL)
+        new.add_argument(
+            "--runs", metavar="N", type=integer(1), default=runs, help="measure so often (default: %(default)s)"
+        )
+        new.add_argument("--json", action="store_true", help="print one JSON object")
+        new.add_argument("--output", metavar="FILE", type=Path, help="write the JSON object to FILE, too")
+        _engine(new)
+        return new
+
+    latency = kind("latency", "Time of a decode step and of a prefill.", 3)
+    latency.add_argument(
+        "--batch-sizes", metavar="1,64", type=counts(1), default=(1, 8, 64), help="sequences (default: 1,8,64)"
+    )
+    latency.add_argument(
+        "--contexts", metavar="128,1024", type=counts(1), default=(128,), help="tokens before decode (default: 128)"
+    )
+    latency.add_argument("--prefill", metavar="1024,8192", type=counts(1), default=(), help="prompts to time alone")
+    latency.add_argument(
+        "--steps", metavar="N", type=integer(1), default=224, help="decode steps to time (default: %(default)s)"
+    )
+    latency.add_argument(
+        "--warmup", metavar="N", type=integer(1), default=32, help="steps before them (default: %(default)s)"
+    )
+    _watched(latency)
+
+    mixed = kind("throughput", "Serve requests of random lengths that arrive together.", 1)
+    mixed.add_argument("--requests", metavar="N", type=integer(1), default=256, help="how many (default: %(default)s)")
+    mixed.add_argument(
+        "--prompt-tokens", metavar="A-B", type=span, default=(100, 1024), help="lengths (default: 100-1024)"
+    )
+    mixed.add_argument(
+        "--output-tokens", metavar="A-B", type=span, default=(100, 1024), help="lengths (default: 100-1024)"
+    )
+    _watched(mixed)
+
+    kind("startup", "From a new process to its first token.", 1)
+
+
+def _watched(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", metavar="T", type=number(0, 1e6), default=0.0, help="of sampling (default: 0)")
+    parser.add_argument("--seed", metavar="S", type=integer(0), default=0, help="of lengths and ids (default: 0)")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="write torch's profiler trace of some more steps of the last case"
+    )
+    parser.add_argument(
+        "--sample-ms", metavar="N", type=integer(0), default=200,
+        help="between two samples of a GPU's utilisation; 0: none (default: %(default)s)",
+    )  # fmt: skip

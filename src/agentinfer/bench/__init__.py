@@ -1,0 +1,1 @@
+"""What `agentinfer bench` measures, and beside which facts it is reported."""
