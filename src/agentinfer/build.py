@@ -8,19 +8,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from attrs import Attribute, evolve, field, frozen
 from attrs.validators import instance_of, optional
 
 from agentinfer.errors import InvalidSetting
-from agentinfer.models.model import Model, kv_layout, load_model, read_config, stored_dtype, weight_sizes
+from agentinfer.graphs import bucket_sizes, capture, replaying
+from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype, weight_sizes
+from agentinfer.ops.choose import choose
 from agentinfer.ops.comm import Ranks, alone
-from agentinfer.ops.kv import KvLayout, allocate, bytes_per_token, num_blocks_that_fit
-from agentinfer.ops.provide import Ops, reference
+from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_blocks_that_fit, renew
+from agentinfer.ops.provide import Ops
+from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import cdiv
 from agentinfer.state.limits import Limits
+from agentinfer.state.plan import SamplingColumns
 from agentinfer.state.policy import POLICIES, Policy
-from agentinfer.steps import Device, Machine, new_last
+from agentinfer.steps import Device, Machine, new_last, prefill_step
 
 GIB: Final = 1 << 30
 CPU_KV_GIB: Final = 2.0
@@ -75,6 +81,12 @@ class Settings:
     """GiB of KV, instead of the rule."""
     prefix_cache: bool = field(default=True, validator=instance_of(bool))
     overlap: bool = field(default=True, validator=instance_of(bool))
+    ops: str = "auto"
+    """Who computes: the name of a provider (agentinfer env lists them); "auto": the best one that is there."""
+    eager: bool = field(default=False, validator=instance_of(bool))
+    """No captured graphs."""
+    dummy_weights: bool = field(default=False, validator=instance_of(bool))
+    """Weights drawn at random, of a folder that need hold nothing but config.json."""
     seed: int | None = field(default=None, validator=optional(instance_of(int)))
     """The engine's seed (Limits.seed); None: a fresh one."""
 
@@ -88,25 +100,108 @@ def build(
     Raises CheckpointError for the folder, InvalidSetting for the settings.
     """
     device = _device(settings.device)
-    ranks = alone(device)
-    chosen = evolve(read_config(folder), dtype=_dtype(folder, settings.dtype))
-    limits = _limits(chosen, settings, eos_ids, _layouts(chosen, settings, ranks), device, loaded=0)
-    model, weights = load_model(folder, chosen.dtype, ranks, limits.max_model_len)
-    layouts = _layouts(model, settings, ranks)
-    if device.type != "cpu":  # now it shows what the weights left
-        limits = _limits(model, settings, eos_ids, layouts, device, loaded=torch.cuda.memory_reserved(device))
-    columns = cdiv(limits.max_model_len, limits.block_size)
-    kv = allocate(layouts, limits.num_blocks, limits.max_num_seqs, columns, device)
+    try:
+        return _build(folder, settings, eos_ids, policy, ops, alone(device))
+    except torch.OutOfMemoryError as error:
+        raise InvalidSetting(
+            "kv_utilization",
+            f"{device} ran out of memory at start ({str(error).split('.', 1)[0]}). Lower kv_utilization, "
+            "max_num_batched_tokens, max_num_seqs or max_model_len, or raise reserve_gib",
+        ) from error
+
+
+def _build(
+    folder: Path, settings: Settings, eos_ids: tuple[int, ...], policy: Policy | None, ops: Ops | None, ranks: Ranks
+) -> tuple[Machine, Device]:
+    device = ranks.device
+    chosen = evolve(read_config(folder), dtype=_dtype(folder, settings))
+    layouts = _layouts(chosen, settings, ranks)
+    limits = _limits(chosen, settings, eos_ids, layouts, _memory(settings, device))
+    if ops is None:
+        heads = chosen.heads(chosen.config, ranks.tp.size)
+        ops, _ = choose(settings.ops, device, layouts[0].dtype, heads, settings.block_size)
+    load = dummy_model if settings.dummy_weights else load_model
+    model, weights = load(folder, chosen.dtype, ranks, limits.max_model_len)
     machine = Machine(
         model=model,
         weights=weights,
-        ops=reference() if ops is None else ops,
+        ops=ops,
         ranks=ranks,
         limits=limits,
         policy=POLICIES[settings.policy] if policy is None else policy,
         overlap=settings.overlap,
     )
-    return machine, Device(kv, new_last(limits, device))
+    capturing = device.type == "cuda" and not settings.eager and ops.sample_rows is not None
+    if device.type == "cuda":  # now it shows what is left
+        taken = working_memory(machine, layouts, graphs=capturing)
+        memory = _memory(settings, device, taken)
+        machine = evolve(machine, limits=_limits(model, settings, eos_ids, layouts, memory))
+    placed = new_device(machine.limits, layouts, device)
+    if capturing:
+        graphs, placed = capture(machine, placed, bucket_sizes(machine.limits.max_num_seqs))
+        machine = replaying(machine, graphs)
+    return machine, placed
+
+
+def new_device(limits: Limits, layouts: tuple[KvLayout, ...], device: torch.device) -> Device:
+    """KV memory, block tables and last tokens of a device that has not stepped yet."""
+    columns = cdiv(limits.max_model_len, limits.block_size)
+    return Device(allocate(layouts, limits.num_blocks, limits.max_num_seqs, columns, device), new_last(limits, device))
+
+
+def working_memory(m: Machine, layouts: tuple[KvLayout, ...], *, graphs: bool) -> int:
+    """Bytes of the device that steps need beside weights and KV, measured: the worst prefill, with sampling, and the
+    captured graphs. What is compiled on first use is compiled after it.
+    """
+    device, limits = m.ranks.device, m.limits
+    budget = limits.max_num_batched_tokens
+    small = evolve(limits, num_blocks=cdiv(budget, limits.block_size) + limits.max_num_seqs)
+    placed = new_device(small, layouts, device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for counts in worst_prefills(limits):
+        placed = _try_prefill(m, placed, counts)
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    if graphs:
+        taken += _graph_memory(evolve(m, limits=small), placed)
+    del placed
+    torch.cuda.empty_cache()
+    return taken
+
+
+def worst_prefills(limits: Limits) -> tuple[list[int], ...]:
+    """Positions a row of the largest steps: few long rows, as many rows as there can be, and a chunk among decodes."""
+    budget, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    longest = min(budget, limits.max_model_len)
+    few = [longest] * min(rows, budget // longest)
+    many = [max(1, min(longest, budget // min(rows, budget)))] * min(rows, budget)
+    mixed = [min(longest, max(1, budget - rows + 1)), *[1] * min(rows - 1, budget - 1)]
+    return few, many, mixed
+
+
+def _try_prefill(m: Machine, placed: Donated[Device], counts: list[int]) -> Device:
+    blocks: list[list[int]] = []
+    for count in counts:
+        first = 1 + sum(map(len, blocks))
+        blocks.append(list(range(first, first + cdiv(count, m.limits.block_size))))
+    x, kv = by_hand(placed.kv, [[0] * count for count in counts], [0] * len(counts), blocks)
+    logits_SV, kv = prefill_step(m, kv, x)
+    params = np.zeros(len(counts), PARAMS)
+    params["temperature"], params["top_p"] = 1.0, 0.9
+    m.ops.sample(logits_SV, SamplingColumns(params, np.zeros(len(counts), np.int32), ()))
+    return Device(renew(kv, "a trial of the largest steps"), placed.last)
+
+
+def _graph_memory(m: Machine, placed: Donated[Device]) -> int:
+    """Bytes of all graphs: of the largest, measured, and of the logits that each of the others keeps."""
+    sizes = bucket_sizes(m.limits.max_num_seqs)
+    before = torch.cuda.memory_reserved(m.ranks.device)
+    graphs, _ = capture(m, placed, sizes[-1:])
+    largest = torch.cuda.memory_reserved(m.ranks.device) - before
+    logits = graphs[sizes[-1]].logits_RV
+    return largest + sum(sizes[:-1]) * logits.shape[1] * logits.itemsize
 
 
 def _device(name: str) -> torch.device:
@@ -123,10 +218,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(folder: Path, name: str | None) -> torch.dtype:
+def _dtype(folder: Path, settings: Settings) -> torch.dtype:
     """The dtype that was asked for, else config.json's, else that of the stored weights."""
+    name = settings.dtype
     if name is None:
-        return read_config(folder).dtype or stored_dtype(folder)
+        known = read_config(folder).dtype
+        if known is None and settings.dummy_weights:
+            raise InvalidSetting("dtype", f"{folder} names none, so it must be given with dummy weights")
+        return known or stored_dtype(folder)
     if name not in DTYPES:
         raise InvalidSetting("dtype", f"{name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -143,11 +242,9 @@ def _limits(
     settings: Settings,
     eos_ids: tuple[int, ...],
     layouts: tuple[KvLayout, ...],
-    device: torch.device,
-    *,
-    loaded: int,
+    memory: tuple[int, int, float],
 ) -> Limits:
-    """The sizes of the engine. *loaded*: bytes the weights hold on the device, 0 before they are there."""
+    """The sizes of the engine. *memory*: bytes free, bytes to leave alone, share of the rest, for KV."""
     most = model.config.max_positions
     length = most if settings.max_model_len is None else settings.max_model_len
     if type(length) is not int or not 1 <= length <= most:
@@ -155,7 +252,7 @@ def _limits(
     blocks = settings.num_blocks
     if blocks is None:
         per_request = cdiv(length, settings.block_size)
-        free, reserve, share = _kv_memory(settings, device, loaded)
+        free, reserve, share = memory
         blocks = num_blocks_that_fit(
             free=free,
             reserve=reserve,
@@ -178,14 +275,18 @@ def _limits(
     )
 
 
-def _kv_memory(settings: Settings, device: torch.device, loaded: int) -> tuple[int, int, float]:
-    """(bytes free, bytes to leave, share of the rest) for KV."""
+def _memory(settings: Settings, device: torch.device, taken: int | None = None) -> tuple[int, int, float]:
+    """(bytes free, bytes to leave, share of the rest) for KV.
+
+    *taken*: what steps need; None: the weights are still to come.
+    """
     if settings.kv_gib is not None:
         return int(settings.kv_gib * GIB), 0, 1.0
     if device.type == "cpu":
         return int(CPU_KV_GIB * GIB), 0, 1.0
     free, total = torch.cuda.mem_get_info(device)
-    return free if loaded else total, int(settings.reserve_gib * GIB), settings.kv_utilization
+    reserve = int(settings.reserve_gib * GIB)
+    return (total if taken is None else max(0, free - taken)), reserve, settings.kv_utilization
 
 
 @frozen
@@ -229,7 +330,7 @@ def memory_plan(
     Settings(kv_utilization=kv_utilization, reserve_gib=reserve_gib, kv_gib=memory_gib)
     if type(block_size) is not int or block_size < 1:
         raise InvalidSetting("block_size", f"must be an integer of at least 1, not {block_size!r}")
-    model = evolve(read_config(folder), dtype=_dtype(folder, dtype))
+    model = evolve(read_config(folder), dtype=_dtype(folder, Settings(dtype=dtype)))
     most = model.config.max_positions
     length = most if max_model_len is None else max_model_len
     if not 1 <= length <= most:

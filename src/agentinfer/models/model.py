@@ -32,6 +32,7 @@ from agentinfer.models.weights import (
     packed_bytes,
     random_tensors,
 )
+from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Ranks
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import Donated, KvCache, KvLayout
@@ -99,6 +100,8 @@ class Model:
     forward: Forward
     kv_layouts: Callable[[Any, int, int, torch.dtype], tuple[KvLayout, ...]]
     """(config, tp, block size, dtype) -> one a layer."""
+    heads: Callable[[Any, int], HeadShape]
+    """(config, tp) -> the attention heads of a rank."""
     rename: Callable[[Any, str], str | None]
     """(config, key of a checkpoint) -> name of a Spec, None where it is knowingly not used."""
     check_tp: Callable[[Any, int], None]
@@ -137,6 +140,7 @@ def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
         ready=dense.ready,
         forward=dense.forward,
         kv_layouts=dense.kv_layouts,
+        heads=dense.local_heads,
         rename=dense.rename,
         check_tp=check_tp,
     )
