@@ -1,0 +1,240 @@
+"""Attention of rows with one query each, from the qkv product to the heads' output in one kernel: q/k norm, neox rope,
+KV write, paged attention, the keys of a row split among programs.
+
+The new key and value join as they are computed and are never read back; only keys of earlier steps come from the
+cache, so the first of them are loaded before waiting for the qkv product. Of several splits, the one that finishes
+last combines all.
+
+Shapes: R rows, N query heads, H KV heads, G = N / H query heads a KV head, D head dim, X = (N + 2 H) D, B tokens a
+block, M table columns, P splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from agentinfer.ops.kernels.tiles import PROGRAMS, AttendTile, attend_tile, power_of_two
+
+LOG2E = 1.4426950408889634
+COUNTERS = PROGRAMS
+"""Numbers that `attend_decode` needs to count splits: keys are split for fewer rows times KV heads only."""
+SLICE = 4096
+"""Numbers a warp combines at once: 128 registers a thread."""
+
+
+@triton.jit
+def _turned(x1, x2, weight, cos, sin, dims, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads [.., D / 2] + [.., D / 2], normed and rotated."""
+    if NORM:
+        r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+        x1 = x1 * r * tl.load(weight + dims).to(tl.float32)[None, :]
+        x2 = x2 * r * tl.load(weight + DIM // 2 + dims).to(tl.float32)[None, :]
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def _load(k_head, v_head, table, key, end, BLOCK: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr):
+    """Both halves of keys *key*, and their values; zeros from *end* on, where neither table nor cache is read."""
+    there = key < end
+    half = tl.arange(0, DIM // 2)
+    block = tl.load(table + key // BLOCK, mask=there, other=0).to(tl.int64)
+    at = ((block * BLOCK + key % BLOCK) * STRIDE)[:, None]
+    k1 = tl.load(k_head + at + half[None, :], mask=there[:, None], other=0.0)
+    k2 = tl.load(k_head + at + DIM // 2 + half[None, :], mask=there[:, None], other=0.0)
+    v = tl.load(v_head + at + tl.arange(0, DIM)[None, :], mask=there[:, None], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def _seen(q1, q2, k1, k2, v, there, top, total, acc, scale):
+    """One step of the online softmax (base 2)."""
+    s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
+    s = tl.where(there[None, :], s * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    keep = tl.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new, total * keep + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _combine(  # the last split to arrive
+    parts, sums, out, first,
+    GROUP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output of the heads of one row and KV head from their splits, *first* and on."""
+    head = tl.arange(0, GC)
+    dims = tl.arange(0, DIM)
+    real = head < GROUP
+    split = tl.arange(0, SPLITS)
+    at = sums + (first + split)[:, None] * (2 * GROUP) + head[None, :]
+    top = tl.load(at, mask=real[None, :], other=0.0, cache_modifier=".cg")
+    total = tl.load(at + GROUP, mask=real[None, :], other=1.0, cache_modifier=".cg")
+    best = tl.max(top, 0)
+    weight = tl.sum(tl.exp2(top - best[None, :]) * total, 0)
+    acc = tl.zeros((GC, DIM), tl.float32)
+    for c in tl.static_range(0, SPLITS, AT_ONCE):
+        some = first + c + tl.arange(0, AT_ONCE)
+        top = tl.load(
+            sums + some[:, None] * (2 * GROUP) + head[None, :], mask=real[None, :], other=0.0, cache_modifier=".cg"
+        )
+        place = parts + ((some[:, None] * GROUP + head[None, :]) * DIM)[:, :, None] + dims[None, None, :]
+        part = tl.load(place, mask=real[None, :, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * tl.exp2(top - best[None, :])[:, :, None], 0)
+    y = acc / weight[:, None]
+    tl.store(out + head[:, None] * DIM + dims[None, :], y.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _hand_in(
+    acc, top, total, parts, sums, counters, out, pair, s, head, dims,
+    GROUP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Store a split's part; the last one of its row and KV head combines all and sets the counter back to 0."""
+    at = pair * SPLITS + s
+    real = head < GROUP
+    tl.store(parts + (at * GROUP + head)[:, None] * DIM + dims[None, :], acc, mask=real[:, None])
+    tl.store(sums + at * (2 * GROUP) + head, top, mask=real)
+    tl.store(sums + at * (2 * GROUP) + GROUP + head, total, mask=real)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    if tl.atomic_add(counters + pair, 1, sem="acq_rel") == SPLITS - 1:
+        _combine(parts, sums, out, pair * SPLITS, GROUP, GC, DIM, SPLITS, AT_ONCE)
+        tl.store(counters + pair, 0)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _attend_decode(
+    qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, table, rows, context, slots, out, parts, sums, counters,
+    eps, scale, columns,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (h, s, r): split s of the keys of KV head h and row r. GP, GC: G padded for products and for sums."""
+    if PDL:
+        gdc_launch_dependents()
+    h = tl.program_id(0)
+    s = tl.program_id(1)
+    r = tl.program_id(2).to(tl.int64)
+    HALF: tl.constexpr = DIM // 2
+    STRIDE: tl.constexpr = KV_HEADS * DIM
+    half = tl.arange(0, HALF)[None, :]
+    dims = tl.arange(0, DIM)
+    head = tl.arange(0, GP)
+    real = (head < GROUP)[:, None]
+    now = tl.maximum(tl.load(context + r) - 1, 0)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(now - WINDOW + 1, 0)
+    share = tl.cdiv(tl.cdiv(now - low, SPLITS), KEYS) * KEYS
+    begin = low + s * share
+    end = tl.minimum(begin + share, now)
+    table += tl.load(rows + r) * columns
+    k_cache += h * DIM
+    v_cache += h * DIM
+    key = begin + tl.arange(0, KEYS)
+    k1, k2, v = _load(k_cache, v_cache, table, key, end, BLOCK, STRIDE, DIM)
+    slot = tl.load(slots + r) * STRIDE
+    cos = tl.load(cos_sin + now * DIM + half)
+    sin = tl.load(cos_sin + now * DIM + HALF + half)
+    if PDL:
+        gdc_wait()
+    qkv += r * ((GROUP + 2) * STRIDE)
+    q = qkv + (h * GROUP + head)[:, None] * DIM + half
+    q1 = tl.load(q, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
+    q2 = tl.load(q + HALF, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
+    q1, q2 = _turned(q1, q2, q_norm, cos, sin, tl.arange(0, HALF), eps, DIM, NORM)
+    q1 = q1.to(k_cache.dtype.element_ty)
+    q2 = q2.to(k_cache.dtype.element_ty)
+    top = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DIM), tl.float32)
+    if s == 0:  # the new key, as the cache will have it
+        new = qkv + (GROUP * KV_HEADS + h) * DIM
+        n1 = tl.load(new + half, cache_modifier=".cg").to(tl.float32)
+        n2 = tl.load(new + HALF + half, cache_modifier=".cg").to(tl.float32)
+        n1, n2 = _turned(n1, n2, k_norm, cos, sin, tl.arange(0, HALF), eps, DIM, NORM)
+        n1 = n1.to(k_cache.dtype.element_ty)
+        n2 = n2.to(k_cache.dtype.element_ty)
+        value = tl.load(new + STRIDE + dims, cache_modifier=".cg").to(v_cache.dtype.element_ty)
+        tl.store(k_cache + slot + half, n1)
+        tl.store(k_cache + slot + HALF + half, n2)
+        tl.store(v_cache + slot + dims, value)
+        score = tl.sum(q1.to(tl.float32) * n1.to(tl.float32), 1) + tl.sum(q2.to(tl.float32) * n2.to(tl.float32), 1)
+        top = score * scale
+        total = tl.full((GP,), 1.0, tl.float32)
+        acc += value.to(tl.float32)[None, :]
+    if begin < end:
+        top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+        for at in tl.range(begin + KEYS, end, KEYS, num_stages=STAGES):
+            key = at + tl.arange(0, KEYS)
+            k1, k2, v = _load(k_cache, v_cache, table, key, end, BLOCK, STRIDE, DIM)
+            top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+    pair = r * KV_HEADS + h
+    out += pair * (GROUP * DIM)
+    if SPLITS == 1:
+        y = acc / total[:, None]
+        tl.store(out + head[:, None] * DIM + dims[None, :], y.to(out.dtype.element_ty), mask=real)
+    else:
+        _hand_in(
+            acc, top, total, parts, sums, counters, out, pair, s, head, dims,
+            GROUP, GC, DIM, SPLITS, AT_ONCE,
+        )  # fmt: skip
+
+
+def attend_decode(
+    qkv_RX: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    context: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    scale: float,
+    window: int | None,
+    counters: Tensor,
+    *,
+    pdl: bool = False,
+    tile: AttendTile | None = None,
+) -> Tensor:
+    """Attention of R rows at position context - 1 each: [R, N * D] of qkv's dtype, new memory. Writes the new keys and
+    values to *slots* of the caches in place.
+
+    *qkv* rows are N query heads, H key heads, H value heads; the caches are [blocks, B, H, D] of its dtype. Step row i
+    has the blocks *table*[rows[i]] ([.., M] int32); *rows* and *slots* are int64 [R], *context* int32 [R]: keys, the
+    new one included (less than one counts as one). *cos_sin* is [positions, D] float32. *q_norm*, *k_norm* ([D]): both
+    or neither. A row sees at most *window* keys, the new one included. All contiguous but the table's columns. Nothing
+    else is read of the cache or the table, and no row depends on another.
+
+    *counters* ([COUNTERS] int32) are 0 before and after; no other stream may use them meanwhile. *pdl*: all but *qkv*
+    must be complete before the kernel before this one began.
+    """
+    count, (heads, dim) = len(qkv_RX), k_cache.shape[-2:]
+    out = torch.empty((count, num_heads * dim), dtype=qkv_RX.dtype, device=qkv_RX.device)
+    if not count:
+        return out
+    group = num_heads // heads
+    t = attend_tile(count, heads, group) if tile is None else tile
+    parts = sums = out
+    if t.splits > 1:
+        parts = torch.empty((count, heads, t.splits, group, dim), dtype=torch.float32, device=out.device)
+        sums = torch.empty((count, heads, t.splits, 2, group), dtype=torch.float32, device=out.device)
+    padded = power_of_two(group)
+    _attend_decode[(heads, t.splits, count)](
+        qkv_RX, out if q_norm is None else q_norm, out if k_norm is None else k_norm, cos_sin, k_cache, v_cache,
+        table, rows, context, slots, out, parts, sums, counters, eps, scale * LOG2E, table.stride(0),
+        heads, group, max(16, padded), padded, dim, k_cache.shape[1], window or 0, q_norm is not None,
+        t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages, pdl,
+        num_warps=t.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
