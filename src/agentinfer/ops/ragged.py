@@ -79,8 +79,12 @@ def _there(tiles: I32 | None, device: torch.device) -> Tensor | None:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def check_heads(shape: HeadShape, kv: LayerKv, dtype: torch.dtype, cos_sin: Tensor) -> None:
-    """Raises InvalidSetting if the kernels have no program for these heads, this cache or dtype."""
+def check_heads(
+    shape: HeadShape, kv: LayerKv, dtype: torch.dtype, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+) -> None:
+    """Raises InvalidSetting if the kernels have no program for these heads, this cache or dtype, ValueError if one norm
+    weight is missing.
+    """
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
     if shape.head_dim not in HEAD_DIMS or cos_sin.shape[1] != shape.head_dim:
         raise InvalidSetting(
@@ -92,6 +96,8 @@ def check_heads(shape: HeadShape, kv: LayerKv, dtype: torch.dtype, cos_sin: Tens
         raise InvalidSetting("ops", f"triton: {shape.num_heads} query heads over {shape.num_kv_heads} KV heads")
     if dtype not in DTYPES or kv.layout.dtype != dtype:
         raise InvalidSetting("ops", f"triton: activations of {dtype} over a KV cache of {kv.layout.dtype}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
 
 
 def attend_prefill(q_TND: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:
@@ -115,9 +121,7 @@ def attend_ragged(
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Ops.attend of any mix of rows: [T, N * D]. Raises as `check_heads` and `attend_prefill`."""
-    check_heads(shape, kv, qkv_TX.dtype, cos_sin)
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("queries and keys are normed both or neither; one norm weight is missing")
+    check_heads(shape, kv, qkv_TX.dtype, cos_sin, q_norm, k_norm)
     q = qk_rope_write(
         qkv_TX, kv.k, values_of(kv), x.positions, x.slots, shape.num_heads, cos_sin, q_norm, k_norm, eps
     )  # fmt: skip

@@ -1,0 +1,244 @@
+"""Who computes: from a provider's name, or "auto", and what it would work on, to Ops and the reason for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+import torch
+from attrs import frozen
+
+from agentinfer.errors import InvalidSetting
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.provide import Ops, reference
+
+AUTO: Final = "auto"
+HALVES: Final = (torch.bfloat16, torch.float16)
+UNRUN: Final = MappingProxyType(
+    {
+        "flash-attn": "no wheel fits the hardware that this version was measured on: its calls are tested, not run",
+        "torch": "needs torch 2.13; this version was measured with 2.11: its calls are tested, not run",
+    }
+)
+"""Providers whose kernels this version has never run, and why."""
+
+
+@frozen
+class Site:
+    """What the ops would work on, and where."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: HeadShape
+    block_size: int
+    capability: tuple[int, int] | None = None
+    """Of the CUDA device; None on others."""
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int) -> Site:
+        """The site, with the capability that its device has."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(device, dtype, shape, block_size, capability)
+
+
+def _first(*rules: tuple[bool, str]) -> str | None:
+    """The message of the first rule that does not hold."""
+    return next((message for holds, message in rules if not holds), None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def _heads(site: Site, *, most: int, multiple: int) -> tuple[bool, str]:
+    dim = site.shape.head_dim
+    return dim <= most and dim % multiple == 0, f"head_dim {dim} is no multiple of {multiple} up to {most}"
+
+
+def _blocks(site: Site, multiple: int) -> tuple[bool, str]:
+    return site.block_size % multiple == 0, f"block_size {site.block_size} is no multiple of {multiple}"
+
+
+def _cuda(site: Site, *majors: int) -> tuple[bool, str]:
+    if site.capability is None:
+        return False, f"the device is {site.device.type}, its kernels need CUDA"
+    wanted = " or ".join(f"{major}.x" for major in majors)
+    return site.capability[0] in majors, f"compute capability {site.capability[0]}.{site.capability[1]}, not {wanted}"
+
+
+def _halves(site: Site) -> tuple[bool, str]:
+    return site.dtype in HALVES, f"dtype {_name(site.dtype)} is neither bfloat16 nor float16"
+
+
+def _no_reference(site: Site) -> str | None:
+    del site
+    return None
+
+
+def _no_triton(site: Site) -> str | None:
+    group, rest = divmod(site.shape.num_heads, site.shape.num_kv_heads)
+    return _first(
+        (_installed("triton"), "triton is not installed"),
+        _cuda(site, 8, 9, 10, 12),
+        (site.dtype in (*HALVES, torch.float32), f"dtype {_name(site.dtype)} has no kernels"),
+        (site.shape.head_dim in (64, 128), f"head_dim {site.shape.head_dim} is neither 64 nor 128"),
+        (rest == 0 and group <= 16, f"{site.shape.num_heads} query heads over {site.shape.num_kv_heads} KV heads"),
+        _blocks(site, 16),
+    )
+
+
+def _no_vllm(site: Site) -> str | None:
+    return _first(
+        (_installed("vllm"), "vllm is not installed"),
+        _cuda(site, 9),
+        _halves(site),
+        _heads(site, most=256, multiple=8),
+        _blocks(site, 16),
+    )
+
+
+def _no_flash_attn(site: Site) -> str | None:
+    return _first(
+        (_installed("flash_attn"), "flash-attn is not installed"),
+        _cuda(site, 8, 9, 10, 12),
+        _halves(site),
+        _heads(site, most=256, multiple=8),
+        _blocks(site, 256),
+    )
+
+
+def _no_torch(site: Site) -> str | None:
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    return _first(
+        (version >= (2, 13), f"torch {torch.__version__}, its paged varlen_attn came with 2.13"),
+        _cuda(site, 8, 9, 10, 12),
+        _halves(site),
+        _heads(site, most=256, multiple=8),
+        _blocks(site, 256),
+    )
+
+
+RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
+    {
+        "reference": _no_reference,
+        "triton": _no_triton,
+        "vllm": _no_vllm,
+        "flash-attn": _no_flash_attn,
+        "torch": _no_torch,
+    }
+)
+"""Of each provider: why it can not work on a site; None if it can."""
+NAMES: Final = (AUTO, *RULES)
+
+
+def refusal(name: str, site: Site) -> str | None:
+    """Why the provider *name* can not work on *site*; None if it can. Loads nothing."""
+    return RULES[name](site)
+
+
+def _make_reference(site: Site) -> Ops:
+    del site
+    return reference()
+
+
+def _make_triton(site: Site) -> Ops:
+    return import_module("agentinfer.ops.triton_ops").triton_ops(site.device)
+
+
+def _make_vllm(site: Site) -> Ops:
+    del site
+    return import_module("agentinfer.ops.vllm_ops").vllm_ops()
+
+
+def _make_flash_attn(site: Site) -> Ops:
+    del site
+    return import_module("agentinfer.ops.flash_attn_ops").flash_attn_ops(import_module("flash_attn"))
+
+
+def _make_torch(site: Site) -> Ops:
+    del site
+    module = import_module("agentinfer.ops.torch_ops")
+    return module.torch_ops(module.paged_varlen_attn())
+
+
+MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
+    {
+        "reference": _make_reference,
+        "triton": _make_triton,
+        "vllm": _make_vllm,
+        "flash-attn": _make_flash_attn,
+        "torch": _make_torch,
+    }
+)
+
+
+def calls() -> tuple[str, ...]:
+    """The names of what Ops has."""
+    return tuple(field.name for field in attrs.fields(Ops) if field.name not in ("name", "primitives"))
+
+
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int
+) -> tuple[Ops, Mapping[str, str]]:
+    """The Ops of the provider *name*, and of each of its calls who computes it and why.
+
+    "auto": the reference on a CPU; on CUDA Triton's, with vLLM's FlashAttention-3 for steps of several queries a row
+    where it is there, and the reference where Triton's rules do not hold. Raises InvalidSetting if there is no such
+    provider, or if its rules do not hold.
+    """
+    return chosen(name, Site.of(device, dtype, shape, block_size))
+
+
+def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
+    """`choose` on a site."""
+    if name not in NAMES:
+        raise InvalidSetting("ops", f"{name!r} is none of {', '.join(NAMES)}")
+    if name == AUTO:
+        return _auto(site)
+    problem = refusal(name, site)
+    if problem is not None:
+        raise InvalidSetting("ops", f"{name}: {problem}")
+    asked = f"{name}: asked for"
+    others = {
+        "triton": asked,
+        "vllm": "torch: vllm's kernels are those of a layer",
+        "flash-attn": "reference: flash-attn brings attention alone",
+        "torch": "reference: torch's varlen_attn is attention alone",
+    }
+    layer = dict.fromkeys(("norm_qkv", "norm_gate_up", "norm_head"), asked) if name == "vllm" else {}
+    return MAKERS[name](site), _because(others.get(name, asked), **{"attend": asked, **layer})
+
+
+def _because(reason: str, **others: str) -> Mapping[str, str]:
+    return MappingProxyType({**dict.fromkeys(calls(), reason), **others})
+
+
+def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
+    if site.device.type == "cpu":
+        return reference(), _because("reference: the device is a CPU")
+    problem = refusal("triton", site)
+    if problem is not None:
+        return reference(), _because(f"reference: triton can not, {problem}")
+    ops = MAKERS["triton"](site)
+    ours = "triton: this package's own kernels, the default on CUDA"
+    problem = refusal("vllm", site)
+    if problem is None:
+        try:
+            both = _with_fa3(ops)
+        except InvalidSetting as error:
+            problem = str(error)
+        else:
+            return both, _because(ours, attend="triton for one query a row; vllm's FlashAttention-3 for several")
+    return ops, _because(ours, attend=f"{ours}; no FlashAttention-3: {problem}")
+
+
+def _with_fa3(ops: Ops) -> Any:
+    return import_module("agentinfer.ops.vllm_ops").with_fa3(ops)

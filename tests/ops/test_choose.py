@@ -1,0 +1,110 @@
+"""Which provider computes: the rules of each, and what "auto" makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from agentinfer.errors import InvalidSetting
+from agentinfer.ops import choose
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.choose import Site
+from agentinfer.ops.provide import reference
+
+HOPPER = Site(torch.device("cuda"), torch.bfloat16, HeadShape(32, 8, 128), 16, (9, 0))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Every package is there, and makers give ops of their names."""
+    monkeypatch.setattr(choose, "_installed", lambda _: True)
+    monkeypatch.setattr(choose.torch, "__version__", "2.13.0")
+    made = {name: evolve(reference(), name=name) for name in choose.RULES}
+    monkeypatch.setattr(choose, "MAKERS", {name: lambda _, ops=ops: ops for name, ops in made.items()})
+    monkeypatch.setattr(choose, "_with_fa3", lambda ops: evolve(ops, name=ops.name + "+fa3"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("triton", {"block_size": 24}, "block_size 24"),
+        ("triton", {"shape": HeadShape(8, 8, 96)}, "head_dim 96"),
+        ("triton", {"shape": HeadShape(34, 2, 64)}, "34 query heads"),
+        ("triton", {"dtype": torch.float64}, "float64"),
+        ("triton", {"device": CPU, "capability": None}, "cpu"),
+        ("vllm", {"dtype": torch.float32}, "float32"),
+        ("vllm", {"capability": (8, 0)}, "capability 8.0"),
+        ("vllm", {"block_size": 8}, "block_size 8"),
+        ("vllm", {"shape": HeadShape(8, 8, 300)}, "head_dim 300"),
+        ("flash-attn", {}, "block_size 16 is no multiple of 256"),
+        ("flash-attn", {"block_size": 256, "dtype": torch.float32}, "float32"),
+        ("torch", {}, "block_size 16 is no multiple of 256"),
+        ("torch", {"block_size": 256, "capability": (7, 5)}, "capability 7.5"),
+    ],
+)
+def test_a_broken_rule_is_named(everything: object, name: str, change: dict[str, Any], message: str) -> None:
+    """A provider that can not work on the site raises InvalidSetting with its name and the rule."""
+    with pytest.raises(InvalidSetting, match=f"{name}: .*{message}"):
+        choose.chosen(name, evolve(HOPPER, **change))
+
+
+def test_what_is_not_installed_and_what_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package and an old torch are named, and so is a name that no provider has."""
+    monkeypatch.setattr(choose, "_installed", lambda _: False)
+    monkeypatch.setattr(choose.torch, "__version__", "2.11.0+cu130")
+    for name in ("triton", "vllm", "flash-attn"):
+        assert choose.refusal(name, HOPPER) == f"{name} is not installed"
+    assert "2.11.0+cu130" in (choose.refusal("torch", HOPPER) or "")
+    with pytest.raises(InvalidSetting, match="'magic' is none of auto, reference, triton"):
+        choose.chosen("magic", HOPPER)
+
+
+def test_every_provider_can_be_asked_for(everything: dict[str, Any]) -> None:
+    """Where its rules hold a provider is what one gets by its name, with a reason for every call."""
+    for name in choose.RULES:
+        ops, why = choose.chosen(name, evolve(HOPPER, block_size=256))
+        assert ops is everything[name]
+        assert tuple(why) == choose.calls()
+        assert why["attend"] == f"{name}: asked for"
+
+
+def test_auto(everything: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto is Triton with FlashAttention-3 for prefill on Hopper, Triton alone without vllm, the reference where Triton
+    can not, and on a CPU.
+    """
+    ops, why = choose.chosen("auto", HOPPER)
+    assert ops.name == "triton+fa3"
+    assert "FlashAttention-3" in why["attend"]
+    assert why["norm_qkv"].startswith("triton: ")
+    for site in (evolve(HOPPER, dtype=torch.float32), evolve(HOPPER, capability=(8, 0))):
+        ops, why = choose.chosen("auto", site)
+        assert ops.name == "triton"
+        assert "no FlashAttention-3" in why["attend"]
+    ops, why = choose.chosen("auto", evolve(HOPPER, block_size=8))
+    assert ops.name == "reference"
+    assert "block_size 8" in why["attend"]
+
+    def broken(_: object) -> None:
+        raise InvalidSetting("ops", "vllm: it does not load")
+
+    monkeypatch.setattr(choose, "_with_fa3", broken)
+    ops, why = choose.chosen("auto", HOPPER)
+    assert ops.name == "triton"
+    assert "it does not load" in why["attend"]
+    ops, why = choose.choose("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4)
+    assert ops.name == "reference"
+    assert set(why.values()) == {"reference: the device is a CPU"}
+
+
+def test_makers_make_what_they_say() -> None:
+    """The reference is made as asked for; providers without their package fail by an import, not by a wrong result."""
+    assert choose.MAKERS["reference"](HOPPER).name == "reference"
+    with pytest.raises(InvalidSetting, match="vllm"):
+        choose.MAKERS["vllm"](HOPPER)
+    with pytest.raises(ModuleNotFoundError, match="flash_attn"):
+        choose.MAKERS["flash-attn"](HOPPER)
