@@ -120,9 +120,9 @@ def decode(
 def _check_fits(engine: Engine, batch_size: int, length: int) -> None:
     limits = engine.machine.limits
     for name, most, need in (
-        ("max_model_len", limits.max_model_len, length),
         ("max_num_seqs", limits.max_num_seqs, batch_size),
         ("max_num_batched_tokens", limits.max_num_batched_tokens, batch_size),
+        ("max_model_len", limits.max_model_len, length),
         ("num_blocks", limits.num_blocks, batch_size * cdiv(length, limits.block_size)),
     ):
         if most < need:

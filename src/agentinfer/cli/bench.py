@@ -26,6 +26,10 @@ Row = tuple[str, str]
 
 def run(args: argparse.Namespace) -> int:
     """0. Raises Usage for a wrong model, a setting, or what these settings can not run."""
+    for name in ("output", "profile"):
+        file = getattr(args, name, None)
+        if file is not None and not file.parent.is_dir():  # said before anything is measured
+            raise Usage(f"--{name}: {file.parent}: no such folder")
     measure = {"latency": _latency, "throughput": _throughput, "startup": _startup}[args.bench]
     try:
         report, rows = measure(args)
@@ -86,7 +90,7 @@ def _throughput(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _startup(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    settings, folder = settings_of(args), locate(args.model)
+    settings, folder = settings_of(args), locate(args.model, weights=not args.dummy_weights)
     with one_line(args):
         starts = startup(folder, settings, runs=args.runs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
