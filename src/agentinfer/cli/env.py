@@ -7,8 +7,6 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Final, cast
 
 import attrs
@@ -17,14 +15,19 @@ import torch
 import agentinfer
 from agentinfer.cli.locate import demo_cache
 from agentinfer.cli.plan import amount
-from agentinfer.ops.provide import Ops, Primitives, reference
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.choose import AUTO, RULES, UNRUN, Site, chosen, refusal
+from agentinfer.ops.provide import Primitives
 
 PACKAGES: Final = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "attrs", "numpy", "rpds-py", "jinja2",
     "tqdm", "gguf",
 )  # fmt: skip
-KERNELS: Final = MappingProxyType({"triton": "triton", "vllm": "vllm", "flash-attn": "flash_attn"})
-"""Packages that bring kernels, and what they are imported as."""
+PACKAGE_OF: Final = (("triton", "triton"), ("vllm", "vllm"), ("flash-attn", "flash-attn"), ("torch", "torch"))
+"""Providers, and the packages that their kernels come from."""
+HEADS: Final = HeadShape(32, 8, 128)
+"""What the question of who computes is asked for: the heads of an 8B model, in blocks of BLOCK_SIZE tokens."""
+BLOCK_SIZE: Final = 16
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def surroundings() -> dict[str, dict[str, str]]:
     """What this process runs on, and what it would use."""
+    where = site()
     return {
         "versions": {
             "agentinfer": agentinfer.__version__,
@@ -49,10 +53,17 @@ def surroundings() -> dict[str, dict[str, str]]:
             **{name: installed(name) or "not installed" for name in PACKAGES},
         },
         "devices": devices(),
-        "providers": providers(),
-        "ops": ops(),
+        "providers": providers(where),
+        "ops": ops(where),
         "caches": caches(),
     }
+
+
+def site() -> Site:
+    """Where an 8B model would run: in bfloat16 on the first GPU, else in float32 on the CPU."""
+    if torch.cuda.is_available():
+        return Site.of(torch.device("cuda", 0), torch.bfloat16, HEADS, BLOCK_SIZE)
+    return Site.of(torch.device("cpu"), torch.float32, HEADS, BLOCK_SIZE)
 
 
 def installed(package: str) -> str | None:
@@ -76,22 +87,28 @@ def devices() -> dict[str, str]:
     return found
 
 
-def providers() -> dict[str, str]:
-    """Where kernels could come from."""
-    found = {reference().name: "plain torch, on every device: in use"}
-    for name, module in KERNELS.items():
-        there = find_spec(module) is not None
-        found[name] = (
-            f"{installed(name) or 'found'}, not used: this version has no ops of it" if there else "not installed"
-        )
+def providers(where: Site) -> dict[str, str]:
+    """Where kernels could come from, and what keeps each from being used on *where*."""
+    versions = {name: installed(package) for name, package in PACKAGE_OF}
+    found: dict[str, str] = {}
+    for name in RULES:
+        problem = refusal(name, where)
+        version_ = f"{versions[name]}, " if versions.get(name) else ""
+        never = f"; never run by this version: {UNRUN[name]}" if name in UNRUN else ""
+        found[name] = version_ + ("can be used" if problem is None else f"can not be used: {problem}") + never
     return found
 
 
-def ops() -> dict[str, str]:
-    """Who computes each call of a layer, and each primitive, and why."""
-    chosen = reference().name
-    names = [f.name for f in (*attrs.fields(Ops), *attrs.fields(Primitives)) if f.name not in ("name", "primitives")]
-    return dict.fromkeys((*names, "sample"), f"{chosen}: the only provider of this version")
+def ops(where: Site) -> dict[str, str]:
+    """Who computes each call of a layer on *where* and why, if nobody asks for a provider; and the function of each
+    primitive.
+    """
+    made, why = chosen(AUTO, where)
+    dtype = str(where.dtype).removeprefix("torch.")
+    question = f"{dtype} on {where.device}, heads of {where.shape.head_dim}, blocks of {where.block_size}"
+    primitives = {f.name: getattr(made.primitives, f.name) for f in attrs.fields(Primitives)}
+    functions = {name: f"{f.__module__}.{f.__qualname__}" for name, f in primitives.items()}
+    return {"chosen for": question, **why, **functions}
 
 
 def caches() -> dict[str, str]:

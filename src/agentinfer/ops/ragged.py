@@ -30,7 +30,10 @@ class Work:
     """The tiles of one step, on the device: [W, 4] int32 each (see `attend_tiles`); None: there are none."""
 
     chunks: Tensor | None
+    chunk: Tile
+    """What the chunks are cut for."""
     singles: Tensor | None
+    single: Tile
 
 
 def tiles_of(host: HostRows, rows: Sequence[int], queries: int) -> I32:
@@ -52,8 +55,8 @@ def tiles_of(host: HostRows, rows: Sequence[int], queries: int) -> I32:
     return tiles[np.argsort(-(position + size), kind="stable")].astype(np.int32)
 
 
-def work_of(x: Inputs, shape: HeadShape, chunk: Tile, block_size: int) -> Work:
-    """The tiles of a step, computed once for all layers of one shape.
+def work_of(x: Inputs, shape: HeadShape, dtype: torch.dtype, block_size: int) -> Work:
+    """The tiles of a step, computed once for all layers of one shape and dtype.
 
     Raises GraphBinding in a captured graph, ValueError if a context exceeds its block table.
     """
@@ -63,18 +66,20 @@ def work_of(x: Inputs, shape: HeadShape, chunk: Tile, block_size: int) -> Work:
         check_tables(host.context, x.table.shape[1], block_size)
         group = shape.num_heads // shape.num_kv_heads
         few = SINGLE_ROWS // group
-        single = [i for i, n in enumerate(host.count) if 0 < n <= few]
-        many = [i for i, n in enumerate(host.count) if n > few]
-        chunks = tiles_of(host, many, chunk.rows // group) if many else None
-        singles = tiles_of(host, single, few) if single else None
-        return Work(_there(chunks, x.table.device), _there(singles, x.table.device))
+        singles = [i for i, n in enumerate(host.count) if 0 < n <= few]
+        chunks = [i for i, n in enumerate(host.count) if n > few]
+        tile = chunk_tile(dtype, shape.head_dim, sum(host.count[i] for i in chunks) * shape.num_heads)
+        return Work(
+            chunks=_there(tiles_of(host, chunks, tile.rows // group), x.table.device) if chunks else None,
+            chunk=tile,
+            singles=_there(tiles_of(host, singles, few), x.table.device) if singles else None,
+            single=single_tile(dtype),
+        )
 
-    return x.memo.once(("work", shape, chunk), x.table, make)
+    return x.memo.once(("work", shape, dtype), x.table, make)
 
 
-def _there(tiles: I32 | None, device: torch.device) -> Tensor | None:
-    if tiles is None:
-        return None
+def _there(tiles: I32, device: torch.device) -> Tensor:
     host = torch.from_numpy(tiles)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
@@ -107,10 +112,9 @@ def attend_prefill(q_TND: Tensor, kv: LayerKv, x: Inputs, scale: float, window: 
     Raises GraphBinding in a captured graph, ValueError if a context exceeds its block table.
     """
     shape = HeadShape(q_TND.shape[1], kv.layout.num_kv_heads, q_TND.shape[2])
-    tile = chunk_tile(q_TND.dtype, shape.head_dim)
-    work = work_of(x, shape, tile, kv.layout.block_size)
+    work = work_of(x, shape, q_TND.dtype, kv.layout.block_size)
     out = torch.empty_like(q_TND)
-    for tiles, size in ((work.chunks, tile), (work.singles, single_tile(q_TND.dtype))):
+    for tiles, size in ((work.chunks, work.chunk), (work.singles, work.single)):
         if tiles is not None:
             attend_tiles(q_TND, kv.k, values_of(kv), x.table, tiles, out, scale, window, size)
     return out

@@ -11,6 +11,7 @@ from agentinfer.errors import GraphBinding, InvalidSetting
 from agentinfer.ops import ragged
 from agentinfer.ops.attention import HeadShape, values_of
 from agentinfer.ops.inputs import HostRows
+from agentinfer.ops.kernels.attend_prefill import chunk_tile
 from agentinfer.ops.provide import attend_reference
 from ops.ragged import Case, case
 
@@ -81,12 +82,17 @@ def test_the_work_list_covers_every_query_once_and_begins_with_the_longest() -> 
 
 
 def test_one_work_list_serves_all_layers_of_a_step() -> None:
-    """The work list is made once a step, and again for other tiles."""
+    """The work list is made once a step, and again for another dtype."""
     x = case([20, 1], [30, 9], HeadShape(4, 2, 64), 16)
-    tile = ragged.chunk_tile(torch.float32, 64)
-    first = ragged.work_of(x.x, x.shape, tile, 16)
-    assert ragged.work_of(x.x, x.shape, tile, 16) is first
-    assert ragged.work_of(x.x, x.shape, tile._replace(rows=64), 16) is not first
+    first = ragged.work_of(x.x, x.shape, torch.float32, 16)
+    assert ragged.work_of(x.x, x.shape, torch.float32, 16) is first
+    assert ragged.work_of(x.x, x.shape, torch.bfloat16, 16) is not first
+
+
+def test_few_rows_get_small_tiles() -> None:
+    """Tiles are halved where whole ones would leave multiprocessors idle."""
+    assert chunk_tile(torch.bfloat16, 128, 128 * 32).rows == 64
+    assert chunk_tile(torch.bfloat16, 128, 8192 * 32).rows == 128
 
 
 def test_what_the_kernels_do_not_support_is_refused_by_name() -> None:

@@ -41,16 +41,27 @@ def single_tile(dtype: torch.dtype) -> Tile:
     return Tile(rows=SINGLE_ROWS, keys=64, warps=2, stages=2)
 
 
-def chunk_tile(dtype: torch.dtype, dim: int) -> Tile:
-    """For chunks: bound by products. Two warp groups of 64 rows each; float32 (no tensor cores) takes less memory."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: fewer programs than that leave some idle."""
+
+
+def chunk_tile(dtype: torch.dtype, dim: int, rows: int) -> Tile:
+    """For chunks, of *rows* queries times query heads in all: bound by products. Tensor cores want 64 rows a warp
+    group; two groups share the keys that they read, unless there are so few rows that more programs are worth more.
+
+    Three stages, since the keys' places come from a load themselves: that of the table's entries takes one.
+    float32 has no tensor cores (to IEEE precision) and twice the bytes.
+    """
     if dtype == torch.float32:
         return Tile(rows=32, keys=32, warps=4, stages=1)
-    return Tile(rows=128, keys=128, warps=8, stages=2) if dim > 64 else Tile(rows=128, keys=128, warps=8, stages=3)
+    if rows < MULTIPROCESSORS * 128:
+        return Tile(rows=64, keys=64, warps=4, stages=3)
+    return Tile(rows=128, keys=128 if dim > 64 else 64, warps=8, stages=3)
 
 
 @triton.jit
-def _step(  # noqa: ANN202
-    acc, top, total, q, k_head, v_head, table, key, end, position, scale, window,  # noqa: ANN001
+def _step(
+    acc, top, total, q, k_head, v_head, table, key, end, position, scale, window,
     STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys *key* of the row. MASKED: some query may not see some of them."""
@@ -83,8 +94,8 @@ def _step(  # noqa: ANN202
 
 
 @triton.jit(do_not_specialize=["columns", "window"])
-def _attend_tiles(  # noqa: ANN202
-    q, k_cache, v_cache, table, work, out, scale, columns, window,  # noqa: ANN001
+def _attend_tiles(
+    q, k_cache, v_cache, table, work, out, scale, columns, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

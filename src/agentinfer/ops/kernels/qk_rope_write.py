@@ -15,7 +15,7 @@ POSITIONS = 16
 
 
 @triton.jit
-def _normed(x1, x2, weight, dims, eps, DIM: tl.constexpr):  # noqa: ANN001, ANN202
+def _normed(x1, x2, weight, dims, eps, DIM: tl.constexpr):
     """Both halves of a head over their root mean square, times the weight."""
     square = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM
     r = 1.0 / tl.sqrt(square + eps)
@@ -25,8 +25,8 @@ def _normed(x1, x2, weight, dims, eps, DIM: tl.constexpr):  # noqa: ANN001, ANN2
 
 
 @triton.jit(do_not_specialize=["count"])
-def _qk_rope_write(  # noqa: ANN202
-    qkv, q_out, k_cache, v_cache, positions, slots, cos_sin, q_norm, k_norm, count, eps,  # noqa: ANN001
+def _qk_rope_write(
+    qkv, q_out, k_cache, v_cache, positions, slots, cos_sin, q_norm, k_norm, count, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): head h of positions t * BT and on. Heads are those of qkv: queries, keys, values."""
@@ -45,25 +45,25 @@ def _qk_rope_write(  # noqa: ANN202
         tl.store(v_cache + target, x1.to(v_cache.dtype.element_ty), mask=mask)
         tl.store(v_cache + target + HALF, x2.to(v_cache.dtype.element_ty), mask=mask)
     else:
-        x1 = x1.to(tl.float32)
-        x2 = x2.to(tl.float32)
+        y1 = x1.to(tl.float32)
+        y2 = x2.to(tl.float32)
         position = tl.load(positions + at, mask=valid, other=0)
         angle = position[:, None] * DIM + dims[None, :]
         cos = tl.load(cos_sin + angle, mask=mask, other=0.0)
         sin = tl.load(cos_sin + angle + HALF, mask=mask, other=0.0)
         if head < HEADS:
             if NORM:
-                x1, x2 = _normed(x1, x2, q_norm, dims, eps, DIM)
+                y1, y2 = _normed(y1, y2, q_norm, dims, eps, DIM)
             target = at.to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + dims[None, :]
-            tl.store(q_out + target, (x1 * cos - x2 * sin).to(q_out.dtype.element_ty), mask=mask)
-            tl.store(q_out + target + HALF, (x2 * cos + x1 * sin).to(q_out.dtype.element_ty), mask=mask)
+            tl.store(q_out + target, (y1 * cos - y2 * sin).to(q_out.dtype.element_ty), mask=mask)
+            tl.store(q_out + target + HALF, (y2 * cos + y1 * sin).to(q_out.dtype.element_ty), mask=mask)
         else:
             if NORM:
-                x1, x2 = _normed(x1, x2, k_norm, dims, eps, DIM)
+                y1, y2 = _normed(y1, y2, k_norm, dims, eps, DIM)
             slot = tl.load(slots + at, mask=valid, other=0)
             target = slot[:, None] * (KV_HEADS * DIM) + (head - HEADS) * DIM + dims[None, :]
-            tl.store(k_cache + target, (x1 * cos - x2 * sin).to(k_cache.dtype.element_ty), mask=mask)
-            tl.store(k_cache + target + HALF, (x2 * cos + x1 * sin).to(k_cache.dtype.element_ty), mask=mask)
+            tl.store(k_cache + target, (y1 * cos - y2 * sin).to(k_cache.dtype.element_ty), mask=mask)
+            tl.store(k_cache + target + HALF, (y2 * cos + y1 * sin).to(k_cache.dtype.element_ty), mask=mask)
 
 
 def qk_rope_write(
