@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one command, each step with its own time limit and all of it under LIMIT_S (580) seconds.
+#
+#   tests/gpu/run.sh [STEP ...]     default: facts tests kernels latency
+#
+#   facts      nvidia-smi, versions, `agentinfer env`
+#   tests      pytest tests/gpu; PYTEST_ARGS="-k decode -x" chooses
+#   kernels    benchmarks/gpu_kernels.py: each kernel against its byte floor
+#   latency    `agentinfer bench latency` of Qwen3-0.6B; BENCH_ARGS="..." adds flags, MODEL=Qwen3-8B another model
+#   mix        `agentinfer bench throughput` of the same
+#   startup    `agentinfer bench startup` of the same
+#   profile    a profiler's trace of some steps at batch 1 (BENCH_ARGS="--batch-sizes 64": of another batch)
+#   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags
+#   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
+#
+# Reads .dev/py.tar.xz (tools/carry_gpu.sh) and, if there, .dev/site.tar.xz (vLLM as a folder); WITHOUT_VLLM=1 leaves it
+# out. Writes to $OUT: log.txt with everything, and a JSON file a bench. TEST_S, BENCH_S: limits of one step (300, 150).
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+repo=$PWD
+out=${OUT:-$repo/build/gpu}
+scratch=${SCRATCH:-${TMPDIR:-/var/tmp}/agentinfer-gpu}
+limit=${LIMIT_S:-580}
+test_s=${TEST_S:-300}
+bench_s=${BENCH_S:-150}
+model=${MODEL:-Qwen3-0.6B}
+mkdir -p "$out" "$scratch"
+log=$out/log.txt
+begin=$(date +%s)
+failed=0
+
+# --- surroundings ----------------------------------------------------------------------------------------------------
+unpack() { # NAME: .dev/NAME.tar.xz to $scratch/NAME, once a machine
+  [ -e "$repo/.dev/$1.tar.xz" ] || { echo "no .dev/$1.tar.xz"; return 0; }
+  [ -e "$scratch/$1/.unpacked" ] && return 0
+  mkdir -p "$scratch/$1" && tar -xJf "$repo/.dev/$1.tar.xz" -C "$scratch/$1" || return 1
+  python3 -m compileall -q -j 0 "$scratch/$1" > /dev/null 2>&1
+  touch "$scratch/$1/.unpacked"
+}
+unpack py &
+[ -n "${WITHOUT_VLLM:-}" ] || unpack site &
+wait
+python3 -c 'import attrs, rpds, pytest, hypothesis' 2> /dev/null || PYTHONPATH=$scratch/py python3 -c \
+  'import attrs, rpds, pytest, hypothesis' || { echo "attrs, rpds, pytest or hypothesis is missing"; exit 1; }
+paths=$repo/src:$scratch/py
+[ -n "${WITHOUT_VLLM:-}" ] || paths=$paths:$scratch/site
+export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# vLLM: no FlashInfer was carried, no multicast, no network.
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
+export VLLM_HOST_IP=127.0.0.1
+# A program that uses NVLink multicast can take a shared host's GPUs out of service.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+# The machine's other pytest plugins warn, and our warnings are errors.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+test_command=(python3 -m pytest -p _hypothesis_pytestplugin -p no:cacheprovider)
+echo "== unpacked after $(($(date +%s) - begin)) s" | tee -a "$log"
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+step() { # NAME SECONDS COMMAND ...: all output to the log, the end of it here
+  local name=$1 most=$2 left at status
+  shift 2
+  left=$((limit - ($(date +%s) - begin)))
+  if [ "$left" -lt 15 ]; then
+    echo "== $name: no time left" | tee -a "$log"
+    failed=1
+    return
+  fi
+  [ "$most" -gt "$left" ] && most=$left
+  at=$(wc -c < "$log")
+  echo "== $name: $*" >> "$log"
+  local from
+  from=$(date +%s)
+  timeout -k 5 "$most" "$@" >> "$log" 2>&1
+  status=$?
+  [ "$status" -eq 0 ] || failed=1
+  echo "== $name: status $status after $(($(date +%s) - from)) s of $most" | tee -a "$log"
+  tail -c "+$((at + 1))" "$log" | grep -v '^== ' | tail -n "${SHOW:-30}" | cut -c 1-300
+}
+
+bench() { # NAME WHAT FLAGS ...
+  local name=$1 what=$2
+  shift 2
+  # shellcheck disable=SC2086 # BENCH_ARGS holds several flags
+  step "$name" "$bench_s" python3 -m agentinfer bench "$what" "configs/$model" --dummy-weights --max-model-len 4096 \
+    --output "$out/$name.json" "$@" ${BENCH_ARGS:-}
+}
+
+[ $# -gt 0 ] || set -- facts tests kernels latency
+for wanted; do
+  case $wanted in
+    facts)
+      step nvidia-smi 30 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv
+      step env 90 python3 -m agentinfer env
+      ;;
+    tests)
+      # shellcheck disable=SC2086
+      step tests "$test_s" "${test_command[@]}" tests/gpu --durations=15 ${PYTEST_ARGS:-}
+      ;;
+    kernels) step kernels "$bench_s" python3 benchmarks/gpu_kernels.py --json "$out/kernels.json" ;;
+    latency) bench latency latency --batch-sizes 1,64,256 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 ;;
+    mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;
+    startup) bench startup startup --runs 2 ;;
+    profile) bench profile latency --batch-sizes 1 --runs 1 --steps 64 --profile "$out/trace.json.gz" ;;
+    vs-*)
+      # shellcheck disable=SC2086
+      step "$wanted" "$limit" python3 benchmarks/vs_vllm.py --model "${wanted#vs-}" --json "$out/$wanted.json" \
+        --log "$out/$wanted.log" --limit-s $((limit - ($(date +%s) - begin))) ${VS_ARGS:-}
+      ;;
+    memcheck)
+      step memcheck "$test_s" compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
+        "${test_command[@]}" tests/gpu/test_kernels.py -x -k "${MEMCHECK_K:-small}"
+      ;;
+    *)
+      echo "== $wanted is no step (see the head of this script)" | tee -a "$log"
+      failed=1
+      ;;
+  esac
+done
+echo "== all: $(($(date +%s) - begin)) s, $([ $failed -eq 0 ] && echo 'every step passed' || echo 'something failed')" \
+  | tee -a "$log"
+exit $failed
