@@ -9,7 +9,7 @@
 #   latency    `agentinfer bench latency` of Qwen3-0.6B; BENCH_ARGS="..." adds flags, MODEL=Qwen3-8B another model
 #   mix        `agentinfer bench throughput` of the same
 #   startup    `agentinfer bench startup` of the same
-#   profile    a profiler's trace of some steps at batch 1 (BENCH_ARGS="--batch-sizes 64": of another batch)
+#   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
 #   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
 #
@@ -101,7 +101,10 @@ for wanted; do
     latency) bench latency latency --batch-sizes 1,64,256 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 ;;
     mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;
     startup) bench startup startup --runs 2 ;;
-    profile) bench profile latency --batch-sizes 1 --runs 1 --steps 64 --profile "$out/trace.json.gz" ;;
+    profile)
+      bench profile latency --batch-sizes 1 --runs 1 --steps 64 --profile "$out/trace.json.gz"
+      step table 60 python3 benchmarks/trace_table.py "$out/trace.json.gz"
+      ;;
     vs-*)
       # shellcheck disable=SC2086
       step "$wanted" "$limit" python3 benchmarks/vs_vllm.py --model "${wanted#vs-}" --json "$out/$wanted.json" \
