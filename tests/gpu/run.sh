@@ -10,7 +10,8 @@
 #   mix        `agentinfer bench throughput` of the same
 #   startup    `agentinfer bench startup` of the same
 #   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
-#   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags
+#   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags,
+#              OURS="--ops triton" adds them to `agentinfer bench`
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
 #
 # Reads .dev/py.tar.xz (tools/carry_gpu.sh) and, if there, .dev/site.tar.xz (vLLM as a folder); WITHOUT_VLLM=1 leaves it
@@ -108,7 +109,8 @@ for wanted; do
     vs-*)
       # shellcheck disable=SC2086
       step "$wanted" "$limit" python3 benchmarks/vs_vllm.py --model "${wanted#vs-}" --json "$out/$wanted.json" \
-        --log "$out/$wanted.log" --limit-s $((limit - ($(date +%s) - begin))) ${VS_ARGS:-}
+        --log "$out/$wanted.log" --limit-s $((limit - ($(date +%s) - begin))) \
+        ${OURS:+"--ours=$OURS"} ${VS_ARGS:-}
       ;;
     memcheck)
       step memcheck "$test_s" compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
