@@ -260,6 +260,7 @@ def _limits(
             bytes_per_block=bytes_per_token(layouts) * settings.block_size,
             blocks_per_request=per_request,
             most=None if settings.prefix_cache else settings.max_num_seqs * per_request,
+            setting="kv_utilization" if settings.kv_gib is None else "kv_gib",
         )
     seed = secrets.randbits(62) if settings.seed is None else settings.seed
     return Limits(

@@ -180,21 +180,22 @@ def num_blocks_that_fit(
     bytes_per_block: int,
     blocks_per_request: int = 1,
     most: int | None = None,
+    setting: str = "kv_utilization",
 ) -> int:
     """Usable KV blocks for *free* bytes: (free - reserve) * utilization // bytes_per_block, sink block not counted.
 
     *free* is measured after weights, a worst-case prefill and graph capture. *blocks_per_request* is what one request
     of max_model_len needs.
     *most* caps the result (without a prefix cache: `max_num_seqs * blocks_per_request`).
-    Raises InvalidSetting if not even one such request fits.
+    Raises InvalidSetting, of *setting*, if not even one such request fits.
     """
     budget = max(0, int((free - reserve) * utilization))
     blocks = budget // bytes_per_block
     if blocks < max(1, blocks_per_request):
         raise InvalidSetting(
-            "kv_utilization",
+            setting,
             f"{budget:,} bytes are left for KV ({free:,} free - {reserve:,} reserved, times {utilization}): "
             f"{blocks} blocks of {bytes_per_block:,} bytes, but one request of max_model_len needs "
-            f"{max(1, blocks_per_request)}. Lower max_model_len or reserve_gib, or raise kv_utilization",
+            f"{max(1, blocks_per_request)}. Lower max_model_len or reserve_gib, or raise {setting}",
         )
     return blocks if most is None else min(blocks, most)
