@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from agentinfer.state.limits import Limits
 from agentinfer.state.plan import SamplingColumns
 from agentinfer.state.policy import POLICIES, Policy
 from agentinfer.steps import Device, Machine, new_last, prefill_step
+
+_log = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
 CPU_KV_GIB: Final = 2.0
@@ -131,16 +134,26 @@ def _build(
         policy=POLICIES[settings.policy] if policy is None else policy,
         overlap=settings.overlap,
     )
+    _done("weights", device)
     capturing = device.type == "cuda" and not settings.eager and ops.sample_rows is not None
     if device.type == "cuda":  # now it shows what is left
         taken = working_memory(machine, layouts, graphs=capturing)
         memory = _memory(settings, device, taken)
         machine = evolve(machine, limits=_limits(model, settings, eos_ids, layouts, memory))
     placed = new_device(machine.limits, layouts, device)
+    _done("kv", device)
     if capturing:
         graphs, placed = capture(machine, placed, bucket_sizes(machine.limits.max_num_seqs))
         machine = replaying(machine, graphs)
+    _done("capture", device)
     return machine, placed
+
+
+def _done(phase: str, device: torch.device) -> None:
+    """Tell who times the start that *phase* is over."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _log.info("%s: done", phase, extra={"phase": phase})
 
 
 def new_device(limits: Limits, layouts: tuple[KvLayout, ...], device: torch.device) -> Device:

@@ -76,8 +76,8 @@ def counts(least: int) -> Callable[[str], tuple[int, ...]]:
 
 def span(given: str) -> tuple[int, int]:
     """Reads `100-1024` or `128`: the shortest and the longest."""
-    low, _, high = given.partition("-")
-    found = integer(1)(low), integer(1)(high or low)
+    low, dash, high = given.partition("-")
+    found = integer(1)(low), integer(1)(high if dash else low)
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"must be SHORTEST-LONGEST, not {given!r}")
     return found
@@ -227,6 +227,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    group.add_argument(
+        "--dummy-weights", action="store_true", help="draw the weights at random: MODEL need only have a config.json"
+    )
     group.add_argument("--device", metavar="D", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument(
         "--policy", choices=("reserve", "throughput"), default="throughput",
@@ -265,6 +268,10 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of an equal beginning")
     group.add_argument("--no-overlap", action="store_true", help="plan a step only after the one before it has landed")
+    group.add_argument("--eager", action="store_true", help="capture no graphs")
+    group.add_argument(
+        "--ops", metavar="NAME", default="auto", help="who computes: auto, or a provider that `env` lists"
+    )
 
 
 def _memory(group: Any) -> None:

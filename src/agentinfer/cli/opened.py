@@ -27,7 +27,7 @@ def opened(args: argparse.Namespace) -> Generator[Engine]:
     with one_line(args):
         from agentinfer.loop import open_engine
 
-        engine = open_engine(locate(args.model), settings_of(args))
+        engine = open_engine(locate(args.model, weights=not args.dummy_weights), settings_of(args))
     gc.freeze()  # what is there now stays: the collector need not look at it again
     try:
         yield engine
@@ -53,6 +53,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         kv_gib=args.kv_gib,
         prefix_cache=not args.no_prefix_cache,
         overlap=not args.no_overlap,
+        ops=args.ops,
+        eager=args.eager,
+        dummy_weights=args.dummy_weights,
     )
 
 
