@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import astuple, frozen
 from torch import Tensor
 
 from agentinfer.ops import kv as kvs
@@ -126,10 +126,10 @@ def candidates(c: Case, shape: HeadShape) -> dict[str, Callable[[], Callable[[],
     first = chunk_tile(torch.bfloat16, shape.head_dim, many), single_tile(torch.bfloat16)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {"ours": lambda: ours(c, *first), "FA3": lambda: fa3(c)}
     for tile in CHUNKS:
-        found[f"chunk {tuple(tile)}"] = lambda tile=tile: ours(c, tile, first[1])
+        found[f"chunk {astuple(tile)}"] = lambda tile=tile: ours(c, tile, first[1])
     if 1 in host_rows(c.x).count:
         for tile in SINGLES:
-            found[f"single {tuple(tile)}"] = lambda tile=tile: ours(c, first[0], tile)
+            found[f"single {astuple(tile)}"] = lambda tile=tile: ours(c, first[0], tile)
     return found
 
 

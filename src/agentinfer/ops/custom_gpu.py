@@ -10,7 +10,7 @@ Shapes: T positions, R rows, N query heads, H KV heads, D head dim, X = (N + 2 H
 from __future__ import annotations
 
 import torch
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 from torch import Tensor
 
 from agentinfer.ops import vllm_ops
@@ -125,9 +125,8 @@ def attend_opaque(
         )  # fmt: skip
     else:
         work = rows.work
-        out = attend_work(
-            q, k, v, rows.table, work.chunks, list(work.chunk), work.singles, list(work.single), scale, window or 0
-        )  # fmt: skip
+        chunk, single = list(astuple(work.chunk)), list(astuple(work.single))
+        out = attend_work(q, k, v, rows.table, work.chunks, chunk, work.singles, single, scale, window or 0)
     return out.flatten(1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import astuple
 from torch import Tensor
 
 from agentinfer.ops import attention, custom_gpu, provide, vllm_ops
@@ -25,8 +26,8 @@ def arguments(x: Case, q: Tensor, window: int) -> tuple[Any, ...]:
     rows = custom_gpu.rows_of(x.x, SHAPE, torch.float32, 16, fa3=False)
     work = rows.work
     assert work is not None
-    return (q, x.layer.k, values_of(x.layer), rows.table, work.chunks, list(work.chunk), work.singles,
-            list(work.single), SCALE, window)  # fmt: skip
+    return (q, x.layer.k, values_of(x.layer), rows.table, work.chunks, list(astuple(work.chunk)), work.singles,
+            list(astuple(work.single)), SCALE, window)  # fmt: skip
 
 
 def test_opcheck(step: Case) -> None:

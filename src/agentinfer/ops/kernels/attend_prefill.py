@@ -9,17 +9,17 @@ Shapes: T positions, N query heads, H KV heads, D head dim, B tokens a block, M 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from attrs import frozen
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
 
 
-class Tile(NamedTuple):
+@frozen
+class Tile:
     """How one launch is cut up."""
 
     rows: int
