@@ -32,10 +32,11 @@ def run(
     count = len(logits)
     params = np.zeros(count, PARAMS)
     params["temperature"], params["seed"] = temperature, seed
-    tokens, ok = torch.full((count,), -1), torch.zeros(count, dtype=torch.bool)
+    tokens, ok = torch.full((2, count), -1)
     words = torch.from_numpy(params.view(np.int32).reshape(count, -1))
     sample_tokens(logits, words, torch.tensor(index, dtype=torch.int32), tokens, ok)
-    return tokens.tolist(), ok.tolist()
+    assert set(ok.tolist()) <= {0, 1}
+    return tokens.tolist(), [x == 1 for x in ok.tolist()]
 
 
 def want(logits: Tensor, temperature: float, seed: int, index: int) -> int:

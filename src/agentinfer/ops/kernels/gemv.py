@@ -52,8 +52,13 @@ def _gemv(
     first_up = first
     if GLU:
         first_up = _weights(at + N * K, dims, 0, K, BK)
+    scale = first
+    if NORM:
+        scale = tl.load(norm + dims, mask=dims < K, other=0.0)
     if PDL:
         gdc_wait()
+    if ADD:  # early, so that nobody waits for it at the end
+        before = tl.load(out + row, cache_modifier=".cg")
     acc = tl.zeros((BN, BK), tl.float32)
     acc_up = tl.zeros((BN, BK), tl.float32)
     square = tl.zeros((BK,), tl.float32)
@@ -62,7 +67,8 @@ def _gemv(
         xc = tl.load(x + col, mask=col < K, other=0.0, cache_modifier=".cg").to(tl.float32)
         if NORM:
             square += xc * xc
-            xc *= tl.load(norm + col, mask=col < K, other=0.0).to(tl.float32)
+            s = scale if c == 0 else tl.load(norm + col, mask=col < K, other=0.0)
+            xc *= s.to(tl.float32)
         w = first if c == 0 else _weights(at, dims, c, K, BK)
         acc += w.to(tl.float32) * xc[None, :]
         if GLU:
@@ -81,7 +87,7 @@ def _gemv(
     if GLU:
         y = y * tl.sigmoid(y) * y_up
     if ADD:
-        y += tl.load(out + row, cache_modifier=".cg")
+        y += before
     tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 

@@ -72,7 +72,7 @@ def _z(logit, top, temperature):
 
 @triton.jit
 def _sample_tiles(
-    logits, params, index, numbers, winners, stride, V, C,
+    logits, asked, index, numbers, winners, stride, V, C,
     BV: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, LIBDEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, s): the winner of tile c of sample s, and three numbers: its logit, its noise, the tile's maximum
@@ -85,7 +85,7 @@ def _sample_tiles(
     block = tile * (BV // 4) + tl.arange(0, BV // 4)
     lane = tl.arange(0, 4)
     ids = block[:, None] * 4 + lane[None, :]
-    row = params + sample * WORDS
+    row = asked + sample * WORDS
     if PDL:
         gdc_wait()
     logit = tl.load(logits + sample.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
@@ -112,7 +112,7 @@ def _sample_tiles(
 
 @triton.jit
 def _sample_rows(
-    numbers, winners, params, tokens, ok, C,
+    numbers, winners, asked, tokens, ok, C,
     BC: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program s: the best of the winners of sample s."""
@@ -130,7 +130,7 @@ def _sample_rows(
     ids = tl.load(winners + at, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
     spoiled = tl.max(_is_nan(tops).to(tl.int32), 0) > 0
     top = tl.max(tl.where(_is_nan(tops), float("-inf"), tops), 0)
-    temperature = tl.load(params + sample * WORDS).to(tl.float32, bitcast=True)
+    temperature = tl.load(asked + sample * WORDS).to(tl.float32, bitcast=True)
     score = logit
     if temperature >= GREEDY:
         score = _z(logit, top, temperature) + noise
@@ -149,7 +149,8 @@ def sample_tokens(
     greedy_below: float = 1e-5,
     pdl: bool = False,
 ) -> None:
-    """Write one token a sample to *tokens_out* ([S] int64), and to *ok_out* ([S] bool) whether its logits were sound.
+    """Write one token a sample to *tokens_out* ([S] int64), and to *ok_out* ([S] int64 or bool) whether its logits were
+    sound: 1 or 0.
 
     *logits* are float32 with rows of any stride; *params* is [S, 8] int32, the bits of state.columns.PARAMS (of which
     temperature and seed are read); *index* [S] int32, the output index. Temperatures below *greedy_below* choose the

@@ -55,17 +55,20 @@ GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
 )
 """(N, K, gated) -> tile."""
 
-GEMM: Mapping[tuple[int, int, bool], GemmTile] = MappingProxyType(
+GEMM: Mapping[tuple[int, int, int, bool], GemmTile] = MappingProxyType(
     {
-        (6144, 4096, False): GemmTile(64, 64, 128, 6, 4, 1),
-        (4096, 4096, False): GemmTile(64, 64, 128, 4, 4, 2),
-        (12288, 4096, True): GemmTile(64, 64, 128, 4, 4, 1),
-        (4096, 12288, False): GemmTile(64, 64, 128, 4, 4, 2),
-        (1024, 2048, False): GemmTile(64, 32, 128, 4, 4, 4),
-        (1024, 3072, False): GemmTile(64, 32, 128, 4, 4, 4),
+        (64, 6144, 4096, False): GemmTile(64, 64, 128, 6, 4, 1),  # Qwen3-8B
+        (64, 4096, 4096, False): GemmTile(64, 64, 128, 4, 4, 2),
+        (64, 12288, 4096, True): GemmTile(64, 64, 128, 4, 4, 1),
+        (64, 4096, 12288, False): GemmTile(64, 64, 128, 4, 4, 2),
+        (64, 1024, 2048, False): GemmTile(64, 32, 128, 4, 4, 4),  # Qwen3-0.6B
+        (64, 1024, 3072, False): GemmTile(64, 32, 128, 4, 4, 4),
     }
 )
-"""(N, K, gated) -> tile for up to 64 rows of two bytes a number. *split* counts only where partial sums are wanted."""
+"""(most rows, N, K, gated) -> tile for numbers of two bytes. *split* counts only where partial sums are wanted."""
+
+GEMM_ROWS = (16, 32, 64)
+"""Numbers of rows up to which tiles can be told apart."""
 
 ATTEND_ONE: Mapping[tuple[int, int], AttendTile] = MappingProxyType(
     {(8, 4): AttendTile(32, 32, 4, 2), (8, 2): AttendTile(16, 32, 2, 2)}
@@ -93,18 +96,19 @@ def gemv_tile(n: int, k: int, gated: bool) -> GemvTile:
     while chunk > 64 and -(-k // chunk) * chunk * 4 > 5 * k:
         chunk //= 2
     rows = min(8, 8192 // chunk)
-    while rows > 1 and n < 512 * rows:
+    while rows > 2 and n < 512 * rows:
         rows //= 2
     return GemvTile(rows, chunk, max(1, min(4, rows * chunk // 2048)))
 
 
-def gemm_tile(n: int, k: int, gated: bool, *, partial: bool) -> GemmTile:
+def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmTile:
     """The tile of a product with 2 to 64 rows. *partial*: the columns may be split, because whoever reads the result
     adds up the parts. Wide models keep 64 columns a program, narrow ones 32, so that there are programs for all.
     """
-    known = GEMM.get((n, k, gated))
-    if known is not None:
-        return known if partial else known._replace(split=1)
+    for most in GEMM_ROWS:
+        if rows <= most and (most, n, k, gated) in GEMM:
+            known = GEMM[most, n, k, gated]
+            return known if partial else known._replace(split=1)
     width = 64 if n >= 4096 else 32
     split = 1
     while partial and split < 8 and -(-n // width) * split < 128 and k >= 512 * split:
