@@ -26,7 +26,7 @@ from agentinfer.ops.kernels.qk_rope_write import qk_rope_write
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.ragged import tiles_of
 from agentinfer.ops.rope import RopeSpec, cos_sin
-from agentinfer.ops.vllm_ops import attend_fa3, load_attention
+from agentinfer.ops.vllm_ops import attend_fa3, attend_fa3_packed, fresh, load_attention
 
 CUDA = torch.device("cuda")
 HEADS = {"8B": HeadShape(32, 8, 128), "0.6B": HeadShape(16, 8, 128), "SmolLM2": HeadShape(9, 3, 64)}
@@ -110,6 +110,18 @@ def fa3(c: Case) -> Callable[[], Tensor]:
     )  # fmt: skip
 
 
+def fa3_packed(c: Case) -> Callable[[], Tensor]:
+    """The same keys, one row after the other; values with the stride that they have in a qkv product."""
+    load_attention()
+    rows = tables_of(c.x, c.layer.layout.block_size).long()
+    planes = [plane[rows].flatten(1, 2) for plane in (c.layer.k, values_of(c.layer))]
+    k, v = (torch.cat([p[i, :n] for i, n in enumerate(host_rows(c.x).count)]) for p in planes)
+    wide = torch.empty(len(v), c.q.shape[1] + 2 * v.shape[1], v.shape[2], dtype=v.dtype, device=CUDA)
+    wide[:, -v.shape[1] :] = v
+    v = wide[:, -v.shape[1] :]
+    return lambda: attend_fa3_packed(c.q, k, v, c.x.cu_seqlens_q, c.x.max_query, 0.09, None)
+
+
 def rope_case(shape: HeadShape, count: int) -> Callable[[], Tensor]:
     c = make(shape, [count], [count], 16)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -125,6 +137,8 @@ def candidates(c: Case, shape: HeadShape) -> dict[str, Callable[[], Callable[[],
     many = sum(n for n in host_rows(c.x).count if n > 1) * shape.num_heads
     first = chunk_tile(torch.bfloat16, shape.head_dim, many), single_tile(torch.bfloat16)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {"ours": lambda: ours(c, *first), "FA3": lambda: fa3(c)}
+    if fresh(c.x):
+        found["FA3 packed"] = lambda: fa3_packed(c)
     for tile in CHUNKS:
         found[f"chunk {astuple(tile)}"] = lambda tile=tile: ours(c, tile, first[1])
     if 1 in host_rows(c.x).count:

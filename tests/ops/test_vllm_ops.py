@@ -12,7 +12,7 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops import attention, norm, provide, rope, vllm_ops
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import alone
-from ops.ragged import Case, case
+from ops.ragged import SCALE, Case, case
 
 FWD = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
@@ -40,6 +40,14 @@ def fwd(*args: object) -> list[Tensor]:
     names = [part.split()[-1] for part in FWD[4 : FWD.index(") ->")].split(",")]
     a = dict(zip(names, args, strict=True))
     q, table, context, ends = a["q"], a["page_table"], a["seqused_k"], a["cu_seqlens_q"]
+    k, v = a["k"], a["v"]
+    if table is None:  # keys lie packed: as blocks of one key
+        assert context is None
+        context, k, v = a["cu_seqlens_k"].diff(), k.unsqueeze(1), v.unsqueeze(1)
+        first = a["cu_seqlens_k"][:-1].unsqueeze(1)
+        table = (first + torch.arange(int(context.max()))).to(torch.int32)
+    else:
+        assert a["cu_seqlens_k"] is None
     assert a["is_causal"] is True
     assert a["max_seqlen_k"] >= int(context.max())
     assert a["max_seqlen_q"] >= int(ends.diff().max())
@@ -52,8 +60,8 @@ def fwd(*args: object) -> list[Tensor]:
     else:
         assert a["window_size_right"] == -1
     lengths = attention.RowLengths(ends.diff().tolist(), context.tolist(), [False] * len(context))
-    index = attention.attention_index(table, lengths, a["k"].shape[1], window, q.dtype)
-    return [attention.attend_index(q, a["k"], a["v"], index, a["softmax_scale"])]
+    index = attention.attention_index(table, lengths, k.shape[1], window, q.dtype)
+    return [attention.attend_index(q, k, v, index, a["softmax_scale"])]
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin, neox, offset=0, inverse=False) -> None:
@@ -123,6 +131,17 @@ def test_attention_of_vllm_is_called_as_its_schemas_say(
 ) -> None:
     """Every operator gets its arguments by its schema's names, and the result and the cache are the reference's."""
     same(case(*lengths, HeadShape(6, 2, 64), 16, norm=norm), vllm_ops.vllm_ops().attend, window)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_packed_keys_are_passed_as_the_schema_says(window: int | None) -> None:
+    """Rows without earlier keys, which are read where they were computed, get the reference's result."""
+    x = case([20, 1, 33], [20, 1, 33], HeadShape(6, 2, 64), 16, norm=False)
+    q, k, v = provide.split_heads(x.qkv, x.shape)
+    q, k = rope.rotary_embedding(x.x.positions, q, k, x.table, False)  # noqa: FBT003 - as the contract has it
+    got = vllm_ops.attend_fa3_packed(q, k, v, x.x.cu_seqlens_q, 33, SCALE, window)
+    want, _ = x.attend(provide.attend_reference, window)
+    torch.testing.assert_close(got.flatten(1), want, rtol=1e-5, atol=1e-5)
 
 
 def test_the_small_kernels_of_vllm_are_called_as_their_schemas_say() -> None:

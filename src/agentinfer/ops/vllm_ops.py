@@ -88,16 +88,46 @@ def attend_fa3(
     context int32. The causal mask is aligned to the end of the keys. A row of padding reads the sink: its output means
     nothing.
     """
+    return _fwd(
+        q_TND, k_cache, v_cache, cu_seqlens_q, max_query, max_context, scale, window,
+        page_table=table_RC, seqused_k=context_R, cu_seqlens_k=None, num_splits=num_splits,
+    )  # fmt: skip
+
+
+def attend_fa3_packed(
+    q_TND: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, max_query: int, scale: float, window: int | None
+) -> Tensor:
+    """`attend_fa3` of rows that have no keys but those of their own positions: these are read where they were computed,
+    whole tiles at a time, and not by blocks.
+    """
+    return _fwd(
+        q_TND, k_THD, v_THD, cu_seqlens, max_query, max_query, scale, window,
+        page_table=None, seqused_k=None, cu_seqlens_k=cu_seqlens, num_splits=0,
+    )  # fmt: skip
+
+
+def _fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_query: int, max_context: int, scale: float,
+    window: int | None, **keys: Tensor | int | None,
+) -> Tensor:  # fmt: skip
+    """FlashAttention-3's operator. *keys*: where the keys of each row are."""
     left, right = (-1, -1) if window is None else (window - 1, 0)
     return _operator("_vllm_fa3_C", "fwd")(
-        q=q_TND, k=k_cache, v=v_cache, k_new=None, v_new=None, q_v=None, out=None,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=context_R,
-        max_seqlen_q=max_query, max_seqlen_k=max_context, page_table=table_RC, kv_batch_idx=None, leftpad_k=None,
+        q=q, k=k, v=v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=None,
+        seqused_q=None, max_seqlen_q=max_query, max_seqlen_k=max_context, kv_batch_idx=None, leftpad_k=None,
         rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
         softmax_scale=scale, is_causal=True, window_size_left=left, window_size_right=right, softcap=0.0,
-        is_rotary_interleaved=True, scheduler_metadata=None, num_splits=num_splits, pack_gqa=None, sm_margin=0,
-        s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None,
+        is_rotary_interleaved=True, scheduler_metadata=None, pack_gqa=None, sm_margin=0, s_aux=None, cp_world_size=1,
+        cp_rank=0, cp_tot_seqused_k=None, **keys,
     )[0]  # fmt: skip
+
+
+def fresh(x: Inputs) -> bool:
+    """Whether every row of the step begins at its first position, as prompts do that nothing is known of. Once a step;
+    False in a captured graph.
+    """
+    host = x.host
+    return host is not None and x.memo.once("fresh", x.context, lambda: not any(host.start) and all(host.rows))
 
 
 def paged_attention(q_TND: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:
@@ -127,10 +157,15 @@ def with_fa3(ops: Ops, decode_from: int | None = None) -> Ops:
         if x.max_query == 1 and (decode_from is None or x.max_context < decode_from):
             return ops.attend(qkv_TX, kv, x, shape, cos_sin, q_norm, k_norm, eps, scale, window)
         check_heads(shape, kv, qkv_TX.dtype, cos_sin, q_norm, k_norm)
+        whole = fresh(x)
+        keys = torch.empty((len(qkv_TX), *kv.k.shape[2:]), dtype=qkv_TX.dtype, device=qkv_TX.device) if whole else None
         q = qk_rope_write(
-            qkv_TX, kv.k, values_of(kv), x.positions, x.slots, shape.num_heads, cos_sin, q_norm, k_norm, eps
+            qkv_TX, kv.k, values_of(kv), x.positions, x.slots, shape.num_heads, cos_sin, q_norm, k_norm, eps, keys
         )  # fmt: skip
-        return paged_attention(q, kv, x, scale, window).flatten(1)
+        if keys is None:
+            return paged_attention(q, kv, x, scale, window).flatten(1)
+        values = split_heads(qkv_TX, shape)[2]
+        return attend_fa3_packed(q, keys, values, x.cu_seqlens_q, x.max_query, scale, window).flatten(1)
 
     return evolve(ops, attend=attend)
 

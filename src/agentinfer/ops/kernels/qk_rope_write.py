@@ -26,8 +26,9 @@ def _normed(x1, x2, weight, dims, eps, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _qk_rope_write(
-    qkv, q_out, k_cache, v_cache, positions, slots, cos_sin, q_norm, k_norm, count, eps,
+    qkv, q_out, k_out, k_cache, v_cache, positions, slots, cos_sin, q_norm, k_norm, count, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): head h of positions t * BT and on. Heads are those of qkv: queries, keys, values."""
     HALF: tl.constexpr = DIM // 2
@@ -62,8 +63,14 @@ def _qk_rope_write(
                 y1, y2 = _normed(y1, y2, k_norm, dims, eps, DIM)
             slot = tl.load(slots + at, mask=valid, other=0)
             target = slot[:, None] * (KV_HEADS * DIM) + (head - HEADS) * DIM + dims[None, :]
-            tl.store(k_cache + target, (y1 * cos - y2 * sin).to(k_cache.dtype.element_ty), mask=mask)
-            tl.store(k_cache + target + HALF, (y2 * cos + y1 * sin).to(k_cache.dtype.element_ty), mask=mask)
+            k1 = (y1 * cos - y2 * sin).to(k_cache.dtype.element_ty)
+            k2 = (y2 * cos + y1 * sin).to(k_cache.dtype.element_ty)
+            tl.store(k_cache + target, k1, mask=mask)
+            tl.store(k_cache + target + HALF, k2, mask=mask)
+            if KEEP:
+                row = at.to(tl.int64)[:, None] * (KV_HEADS * DIM) + (head - HEADS) * DIM + dims[None, :]
+                tl.store(k_out + row, k1, mask=mask)
+                tl.store(k_out + row + HALF, k2, mask=mask)
 
 
 def qk_rope_write(
@@ -77,20 +84,23 @@ def qk_rope_write(
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
+    keys_THD: Tensor | None = None,
 ) -> Tensor:
     """The queries, normed (if there are weights) and rotated: [T, N, D] of qkv's dtype, new memory. Writes the keys,
     done alike, and the values to their slots of the caches ([blocks, B, H, D], contiguous) in place.
 
-    qkv is contiguous, positions and slots are int64, cos_sin is [max_positions, D] float32. Float32 inside, rounded
-    once. Of positions that share a slot (the sink) any one wins.
+    *keys_THD*, if given, gets the keys too, in the order of positions. qkv is contiguous, positions and slots are
+    int64, cos_sin is [max_positions, D] float32. Float32 inside, rounded once. Of positions that share a slot (the
+    sink) any one wins.
     """
     count, (heads, dim) = len(qkv_TX), k_cache.shape[-2:]
     q = torch.empty((count, num_heads, dim), dtype=qkv_TX.dtype, device=qkv_TX.device)
     if count:
         grid = (triton.cdiv(count, POSITIONS), num_heads + 2 * heads)
         _qk_rope_write[grid](
-            qkv_TX, q, k_cache, v_cache, positions_T, slots_T, cos_sin,
+            qkv_TX, q, q if keys_THD is None else keys_THD, k_cache, v_cache, positions_T, slots_T, cos_sin,
             qkv_TX if q_norm_D is None else q_norm_D, qkv_TX if k_norm_D is None else k_norm_D, count, eps,
             HEADS=num_heads, KV_HEADS=heads, DIM=dim, BT=POSITIONS, NORM=q_norm_D is not None,
+            KEEP=keys_THD is not None,
         )  # fmt: skip
     return q
