@@ -137,6 +137,8 @@ RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
 )
 """Of each provider: why it can not work on a site; None if it can."""
 NAMES: Final = (AUTO, *RULES)
+ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
+"""Providers that do not sample, and whose layers ask nothing of the host: with sampling they can be captured."""
 
 
 def refusal(name: str, site: Site) -> str | None:
@@ -214,7 +216,14 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
         "torch": "reference: torch's varlen_attn is attention alone",
     }
     layer = dict.fromkeys(("norm_qkv", "norm_gate_up", "norm_head"), asked) if name == "vllm" else {}
-    return MAKERS[name](site), _because(others.get(name, asked), **{"attend": asked, **layer})
+    ops, why = MAKERS[name](site), {"attend": asked, **layer}
+    if name in ATTENTIONS and refusal("triton", site) is None:
+        ours = MAKERS["triton"](site)
+        ops = attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows)
+        why |= dict.fromkeys(
+            ("sample", "sample_rows"), f"triton: {name} does not sample, and graphs need it on the device"
+        )
+    return ops, _because(others.get(name, asked), **why)
 
 
 def _because(reason: str, **others: str) -> Mapping[str, str]:
