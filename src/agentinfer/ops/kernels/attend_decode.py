@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from agentinfer.ops.kernels.tiles import PROGRAMS, AttendTile, attend_tile, power_of_two
+from agentinfer.ops.kernels.tiles import PAIRS, AttendTile, attend_tile, power_of_two
 
 LOG2E = 1.4426950408889634
-COUNTERS = PROGRAMS
-"""Numbers that `attend_decode` needs to count splits: keys are split for fewer rows times KV heads only."""
+COUNTERS = PAIRS
+"""Numbers that `attend_decode` needs to count splits."""
 SLICE = 4096
 """Numbers a warp combines at once: 128 registers a thread."""
 
@@ -64,27 +64,29 @@ def _seen(q1, q2, k1, k2, v, there, top, total, acc, scale):
 
 @triton.jit
 def _combine(  # the last split to arrive
-    parts, sums, out, first,
+    parts, sums, out, first, used,
     GROUP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The output of the heads of one row and KV head from their splits, *first* and on."""
+    """The output of the heads of one row and KV head from their *used* splits, *first* and on."""
     head = tl.arange(0, GC)
     dims = tl.arange(0, DIM)
     real = head < GROUP
     split = tl.arange(0, SPLITS)
     at = sums + (first + split)[:, None] * (2 * GROUP) + head[None, :]
-    top = tl.load(at, mask=real[None, :], other=0.0, cache_modifier=".cg")
-    total = tl.load(at + GROUP, mask=real[None, :], other=1.0, cache_modifier=".cg")
+    there = (split < used)[:, None] & real[None, :]
+    top = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    top = tl.where(real[None, :], top, 0.0)
+    total = tl.load(at + GROUP, mask=there, other=1.0, cache_modifier=".cg")
     best = tl.max(top, 0)
     weight = tl.sum(tl.exp2(top - best[None, :]) * total, 0)
     acc = tl.zeros((GC, DIM), tl.float32)
     for c in tl.static_range(0, SPLITS, AT_ONCE):
-        some = first + c + tl.arange(0, AT_ONCE)
-        top = tl.load(
-            sums + some[:, None] * (2 * GROUP) + head[None, :], mask=real[None, :], other=0.0, cache_modifier=".cg"
-        )
-        place = parts + ((some[:, None] * GROUP + head[None, :]) * DIM)[:, :, None] + dims[None, None, :]
-        part = tl.load(place, mask=real[None, :, None], other=0.0, cache_modifier=".cg")
+        split = c + tl.arange(0, AT_ONCE)
+        there = (split < used)[:, None] & real[None, :]
+        some = (first + split)[:, None]
+        top = tl.load(sums + some * (2 * GROUP) + head[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
+        place = parts + ((some * GROUP + head[None, :]) * DIM)[:, :, None] + dims[None, None, :]
+        part = tl.load(place, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(part * tl.exp2(top - best[None, :])[:, :, None], 0)
     y = acc / weight[:, None]
     tl.store(out + head[:, None] * DIM + dims[None, :], y.to(out.dtype.element_ty), mask=real[:, None])
@@ -92,7 +94,7 @@ def _combine(  # the last split to arrive
 
 @triton.jit
 def _hand_in(
-    acc, top, total, parts, sums, counters, out, pair, s, head, dims,
+    acc, top, total, parts, sums, counters, out, pair, s, used, head, dims,
     GROUP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Store a split's part; the last one of its row and KV head combines all and sets the counter back to 0."""
@@ -102,20 +104,22 @@ def _hand_in(
     tl.store(sums + at * (2 * GROUP) + head, top, mask=real)
     tl.store(sums + at * (2 * GROUP) + GROUP + head, total, mask=real)
     tl.debug_barrier()  # all threads have stored before one of them counts
-    if tl.atomic_add(counters + pair, 1, sem="acq_rel") == SPLITS - 1:
-        _combine(parts, sums, out, pair * SPLITS, GROUP, GC, DIM, SPLITS, AT_ONCE)
+    if tl.atomic_add(counters + pair, 1, sem="acq_rel") == used - 1:
+        _combine(parts, sums, out, pair * SPLITS, used, GROUP, GC, DIM, SPLITS, AT_ONCE)
         tl.store(counters + pair, 0)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(do_not_specialize=["columns", "least"])
 def _attend_decode(
     qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, table, rows, context, slots, out, parts, sums, counters,
-    eps, scale, columns,
+    eps, scale, columns, least,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, s, r): split s of the keys of KV head h and row r. GP, GC: G padded for products and for sums."""
+    """Program (h, s, r): split s of the keys of KV head h and row r, if there are enough keys for so many splits of at
+    least *least*. GP, GC: G padded for products and for sums.
+    """
     if PDL:
         gdc_launch_dependents()
     h = tl.program_id(0)
@@ -132,6 +136,12 @@ def _attend_decode(
     if WINDOW > 0:
         low = tl.maximum(now - WINDOW + 1, 0)
     share = tl.cdiv(tl.cdiv(now - low, SPLITS), KEYS) * KEYS
+    used = 1
+    if SPLITS > 1:
+        share = tl.maximum(share, tl.maximum(least, KEYS))
+        used = tl.maximum(tl.cdiv(now - low, share), 1)
+        if s >= used:
+            return
     begin = low + s * share
     end = tl.minimum(begin + share, now)
     table += tl.load(rows + r) * columns
@@ -177,12 +187,12 @@ def _attend_decode(
             top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
     pair = r * KV_HEADS + h
     out += pair * (GROUP * DIM)
-    if SPLITS == 1:
+    if used == 1:
         y = acc / total[:, None]
         tl.store(out + head[:, None] * DIM + dims[None, :], y.to(out.dtype.element_ty), mask=real)
-    else:
+    elif SPLITS > 1:
         _hand_in(
-            acc, top, total, parts, sums, counters, out, pair, s, head, dims,
+            acc, top, total, parts, sums, counters, out, pair, s, used, head, dims,
             GROUP, GC, DIM, SPLITS, AT_ONCE,
         )  # fmt: skip
 
@@ -232,7 +242,7 @@ def attend_decode(
     padded = power_of_two(group)
     _attend_decode[(heads, t.splits, count)](
         qkv_RX, out if q_norm is None else q_norm, out if k_norm is None else k_norm, cos_sin, k_cache, v_cache,
-        table, rows, context, slots, out, parts, sums, counters, eps, scale * LOG2E, table.stride(0),
+        table, rows, context, slots, out, parts, sums, counters, eps, scale * LOG2E, table.stride(0), t.least,
         heads, group, max(16, padded), padded, dim, k_cache.shape[1], window or 0, q_norm is not None,
         t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages, pdl,
         num_warps=t.warps, launch_pdl=pdl,

@@ -31,12 +31,13 @@ class GemmTile(NamedTuple):
 
 
 class AttendTile(NamedTuple):
-    """*splits* programs share the keys of a row and KV head, each *keys* at a time."""
+    """At most *splits* programs share the keys of a row and KV head, each *least* of them or more, *keys* at a time."""
 
     splits: int
     keys: int
     warps: int
     stages: int
+    least: int = 0
 
 
 GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
@@ -76,8 +77,10 @@ ATTEND_ONE: Mapping[tuple[int, int], AttendTile] = MappingProxyType(
 """(KV heads, G) -> tile for one row."""
 
 MOST_SPLITS = 32
-PROGRAMS = 256
-"""Programs of attention that a GPU of 132 processors needs to be busy."""
+PAIRS = 4096
+"""Most rows times KV heads whose keys are split."""
+PROGRAMS = 2048
+"""Programs of attention that keep a GPU of 132 processors busy when rows are of different lengths."""
 
 
 def power_of_two(n: int) -> int:
@@ -117,12 +120,12 @@ def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmT
 
 
 def attend_tile(rows: int, kv_heads: int, group: int) -> AttendTile:
-    """The tile of decode attention. Nothing is known of the lengths of the rows: keys are split only while rows and KV
-    heads alone do not fill the GPU.
+    """The tile of decode attention. Nothing is known of the lengths of the rows: long ones are split until the GPU is
+    full, so that it does not wait for the longest.
     """
     if rows == 1 and (kv_heads, group) in ATTEND_ONE:
         return ATTEND_ONE[kv_heads, group]
     splits = 1
-    while splits < MOST_SPLITS and rows * kv_heads * splits * 2 <= PROGRAMS:
+    while splits < MOST_SPLITS and rows * kv_heads * splits * 2 <= min(PROGRAMS, 2 * PAIRS):
         splits *= 2
-    return AttendTile(1, 64, 2, 2) if splits == 1 else AttendTile(splits, 32, 2, 2)
+    return AttendTile(splits, 64, 2, 2, least=256) if rows * kv_heads > 128 else AttendTile(splits, 32, 2, 2, least=64)
