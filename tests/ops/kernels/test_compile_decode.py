@@ -1,0 +1,95 @@
+"""Decode kernels compiled for Hopper, on a machine without one: the interpreter knows no types and no registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sources
+
+# Prints, for each kernel, [name, bytes of shared memory, warp group products, what stands where in the PTX].
+COMPILE = f"""
+import json, re, sys
+sys.path.insert(0, {str(sources.SRC)!r})
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from agentinfer.ops.kernels import add_norm, attend_decode, embed, gemm, gemv, sample, silu, tiles
+
+MARKS = re.compile(r"griddepcontrol\\.[a-z_]+|ld\\.global|lg2\\.approx|cp\\.async\\.bulk\\.tensor|atom\\.")
+
+def compiled(name, kernel, types, constants, **options):
+    constants = dict(constants, PDL=True)
+    places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
+    aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
+    source = ASTSource(kernel, places, constants, aligned)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options, launch_pdl=True))
+    ptx = done.asm["ptx"]
+    print(json.dumps([name, done.metadata.shared, ptx.count("wgmma.mma_async"), MARKS.findall(ptx)]))
+
+import triton
+half, wide = "*bf16", "*fp32"
+for (n, k, gated), tile in [*tiles.GEMV.items(), ((576, 1536, False), tiles.gemv_tile(576, 1536, False))]:
+    add = n < k
+    compiled(f"gemv {{n}} {{k}}", gemv._gemv,
+        dict(x=half if add else wide, norm=half, weight=half, bias=half, out=wide if add else half, eps="fp32"),
+        dict(N=n, K=k, BN=tile.rows, BK=tile.chunk, NORM=not add, BIAS=True, GLU=gated, ADD=add), num_warps=tile.warps)
+for (rows, n, k, gated), tile in tiles.GEMM.items():
+    compiled(f"gemm {{n}} {{k}}", gemm._gemm,
+        dict(x=f"tensordesc<bf16[{{tile.m}}, {{tile.k}}]>", weight=f"tensordesc<bf16[{{tile.n}}, {{tile.k}}]>",
+             bias=half, out=wide if tile.split > 1 else half, M="i32"),
+        dict(N=n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, STAGES=tile.stages, SPLIT=tile.split, BIAS=True, GLU=gated),
+        num_warps=tile.warps)
+for dtype in ("bf16", "fp32"):
+    for rows, heads, group, dim in ((1, 8, 4, 128), (64, 8, 4, 128), (1, 3, 3, 64), (64, 2, 7, 64)):
+        tile = tiles.attend_tile(rows, heads, group)
+        padded = tiles.power_of_two(group)
+        names = ("qkv", "q_norm", "k_norm", "k_cache", "v_cache", "out")
+        types = dict.fromkeys(names, "*" + dtype) | dict.fromkeys(("cos_sin", "parts", "sums"), wide)
+        types |= dict.fromkeys(("context", "table", "counters"), "*i32") | dict.fromkeys(("rows", "slots"), "*i64")
+        types |= dict.fromkeys(("eps", "scale"), "fp32") | dict.fromkeys(("columns", "least"), "i32")
+        compiled(f"attend {{dtype}} {{rows}} {{heads}}", attend_decode._attend_decode, types, dict(
+            KV_HEADS=heads, GROUP=group, GP=max(16, padded), GC=padded, DIM=dim, BLOCK=16, WINDOW=100 * (dim == 64),
+            NORM=group != 7, KEYS=tile.keys, SPLITS=tile.splits, STAGES=tile.stages,
+            AT_ONCE=max(1, min(tile.splits, attend_decode.SLICE * tile.warps // (padded * dim)))), num_warps=tile.warps)
+compiled("add_norm", add_norm._add_norm, dict(
+    x=wide, parts=wide, total=wide, weight=half, out=half, rows="*i64", eps="fp32", stride="i32"),
+    dict(D=576, BD=1024, PARTS=2, GATHER=True, STORE=False))
+compiled("silu", silu._silu_and_mul, dict(x=half, out=half), dict(F=1536, BF=1024))
+compiled("embed", embed._embed, dict(ids="*i64", weight=half, out=wide), dict(D=576, BD=1024))
+compiled("sample tiles", sample._sample_tiles, dict(
+    logits=wide, asked="*i32", index="*i32", numbers=wide, winners="*i32", stride="i32", V="i32", C="i32"),
+    dict(BV=1024, WORDS=8, GREEDY=1e-5, LIBDEVICE=True))
+compiled("sample rows", sample._sample_rows, dict(
+    numbers=wide, winners="*i32", asked="*i32", tokens="*i64", ok="*i64", C="i32"),
+    dict(BC=256, WORDS=8, GREEDY=1e-5))
+"""
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a program on Hopper can have."""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """Every kernel compiles, fits a multiprocessor, lets the next one begin first and then waits once; weights and keys
+    are loaded before the wait, products of several rows use warp groups and TMA, and no logarithm is approximate.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 11 + 6 + 8 + 5
+    for name, shared, products, marks in kernels:
+        assert shared <= MOST_SHARED, name
+        assert marks[0] == "griddepcontrol.launch_dependents", name
+        assert marks.count("griddepcontrol.wait") == (name != "embed"), name
+        assert (products > 0) == ("cp.async.bulk.tensor" in marks) == name.startswith("gemm"), name
+        assert "lg2.approx" not in marks, name
+        if name.startswith(("gemv", "attend")):
+            assert "ld.global" in marks[: marks.index("griddepcontrol.wait")], name
