@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import astuple, frozen
 from torch import Tensor
 from torch.nn import functional
 
@@ -208,7 +208,7 @@ def attend_work(model: str, rows: int, context: int) -> Work:
             tiles.append(AttendTile(splits, keys, warps, stages))
     return Work(
         {"kernel": "attend", "model": model, "part": f"context {context}", "rows": rows}, size, copies, call,
-        attend_tile(rows, h, n // h), tuple(tiles),
+        attend_tile(rows, h), tuple(tiles),
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def first(work: Work, report: Report) -> Tensor | None:
     want = result(work, work.tile)
     report.add(
         work,
-        f"default {tuple(work.tile) if work.tile else ''}",
+        f"default {astuple(work.tile) if work.tile else ''}",
         captured(lambda i: work.call(i, work.tile), work.copies),
     )
     if work.beside is not None:
@@ -306,9 +306,9 @@ def rest(work: Work, want: Tensor | None, report: Report, until: float) -> None:
             off = None if got is None or want is None else float((got - want).norm() / want.norm())
             us = captured(lambda i, tile=tile: work.call(i, tile), work.copies)
         except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
-            report.add(work, str(tuple(tile)), None, error=f"{type(error).__name__}: {error}"[:120])
+            report.add(work, str(astuple(tile)), None, error=f"{type(error).__name__}: {error}"[:120])
             continue
-        report.add(work, str(tuple(tile)), us, **({} if off is None or off < 1e-2 else {"wrong": off}))
+        report.add(work, str(astuple(tile)), us, **({} if off is None or off < 1e-2 else {"wrong": off}))
 
 
 def summary(rows: list[dict[str, Any]]) -> None:

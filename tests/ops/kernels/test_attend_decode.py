@@ -12,7 +12,7 @@ from agentinfer.ops import kv as kvs
 from agentinfer.ops import provide
 from agentinfer.ops.inputs import Inputs, by_hand
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
-from agentinfer.ops.kernels.tiles import ATTEND_ONE, MOST_SPLITS, PROGRAMS, AttendTile, attend_tile
+from agentinfer.ops.kernels.tiles import AttendTile, attend_tile
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.provide import HeadShape
 from agentinfer.ops.rope import RopeSpec, cos_sin
@@ -114,10 +114,9 @@ def test_no_rows_give_no_rows() -> None:
     assert out.shape == (0, 256)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 24, 32, 64, 256])
-@pytest.mark.parametrize(("heads", "group"), [*ATTEND_ONE, (3, 3), (2, 7), (1, 16), (32, 1)])
-def test_splits_fit_the_counters(rows: int, heads: int, group: int) -> None:
-    """Keys are split only where every row and KV head has a counter, and never into more parts than a GPU can use."""
-    tile = attend_tile(rows, heads, group)
-    assert 1 <= tile.splits <= MOST_SPLITS
-    assert tile.splits == 1 or (rows * heads <= COUNTERS and rows * heads * tile.splits <= PROGRAMS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 24, 32, 56, 57, 64, 256])
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 32])
+def test_splits_fit_the_counters(rows: int, heads: int) -> None:
+    """Keys are split only where every row and KV head has a counter."""
+    tile = attend_tile(rows, heads)
+    assert tile.splits == 1 or rows * heads <= COUNTERS

@@ -46,7 +46,7 @@ for (rows, n, k, gated), tile in tiles.GEMM.items():
         num_warps=tile.warps)
 for dtype in ("bf16", "fp32"):
     for rows, heads, group, dim in ((1, 8, 4, 128), (64, 8, 4, 128), (1, 3, 3, 64), (64, 2, 7, 64)):
-        tile = tiles.attend_tile(rows, heads, group)
+        tile = tiles.attend_tile(rows, heads)
         padded = tiles.power_of_two(group)
         names = ("qkv", "q_norm", "k_norm", "k_cache", "v_cache", "out")
         types = dict.fromkeys(names, "*" + dtype) | dict.fromkeys(("cos_sin", "parts", "sums"), wide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import astuple
 from torch import Tensor
 
 from agentinfer.ops import norm
@@ -47,7 +48,7 @@ def test_every_prologue_and_epilogue(
 )  # fmt: skip
 def test_tiles_of_any_shape_fit(n: int, k: int, gated: bool) -> None:
     """Every shape gets powers of two, at most half a chunk of waste, and registers for its first chunk."""
-    rows, chunk, warps = gemv_tile(n, k, gated)
+    rows, chunk, warps = astuple(gemv_tile(n, k, gated))
     assert all(x & (x - 1) == 0 for x in (rows, chunk, warps))
     assert -(-k // chunk) * chunk <= max(64, 1.25 * k)
     assert rows * chunk * (2 if gated else 1) <= 128 * 32 * warps or warps == 1

@@ -27,13 +27,35 @@ SLICE = 4096
 
 
 @triton.jit
-def _turned(x1, x2, weight, cos, sin, dims, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads [.., D / 2] + [.., D / 2], normed and rotated."""
+def _turned(at, there, weight, cos, sin, eps, cache, DIM: tl.constexpr, NORM: tl.constexpr):
+    """The heads whose first halves are *at* ([n, D / 2]), normed and rotated, as the cache would have them."""
+    x1 = tl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x2 = tl.load(at + DIM // 2, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
     if NORM:
+        dims = tl.arange(0, DIM // 2)
         r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
         x1 = x1 * r * tl.load(weight + dims).to(tl.float32)[None, :]
         x2 = x2 * r * tl.load(weight + DIM // 2 + dims).to(tl.float32)[None, :]
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    return y1.to(cache.dtype.element_ty), y2.to(cache.dtype.element_ty)
+
+
+@triton.jit
+def _newest(
+    new, k_slot, v_slot, q1, q2, k_norm, cos, sin, eps, scale,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Write the key at *new* and its value, which lies STRIDE behind it, to their slots. Its scores and the value."""
+    half = tl.arange(0, DIM // 2)[None, :]
+    dims = tl.arange(0, DIM)
+    k1, k2 = _turned(new + half, half >= 0, k_norm, cos, sin, eps, k_slot, DIM, NORM)
+    value = tl.load(new + STRIDE + dims, cache_modifier=".cg").to(v_slot.dtype.element_ty)
+    tl.store(k_slot + half, k1)
+    tl.store(k_slot + DIM // 2 + half, k2)
+    tl.store(v_slot + dims, value)
+    score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1) + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)
+    return score * scale, value.to(tl.float32)
 
 
 @triton.jit
@@ -117,14 +139,12 @@ def _attend_decode(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, s, r): split s of the keys of KV head h and row r, if there are enough keys for so many splits of at
-    least *least*. GP, GC: G padded for products and for sums.
+    """Program (h, s, r): split s of the keys of KV head h and row r, if there are keys for so many splits of *least*.
+    GP, GC: G padded for products and for sums.
     """
     if PDL:
         gdc_launch_dependents()
-    h = tl.program_id(0)
-    s = tl.program_id(1)
-    r = tl.program_id(2).to(tl.int64)
+    h, s, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     HALF: tl.constexpr = DIM // 2
     STRIDE: tl.constexpr = KV_HEADS * DIM
     half = tl.arange(0, HALF)[None, :]
@@ -132,9 +152,7 @@ def _attend_decode(
     head = tl.arange(0, GP)
     real = (head < GROUP)[:, None]
     now = tl.maximum(tl.load(context + r) - 1, 0)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(now - WINDOW + 1, 0)
+    low = tl.maximum(now - WINDOW + 1, 0) if WINDOW > 0 else 0
     share = tl.cdiv(tl.cdiv(now - low, SPLITS), KEYS) * KEYS
     used = 1
     if SPLITS > 1:
@@ -156,29 +174,17 @@ def _attend_decode(
         gdc_wait()
     qkv += r * ((GROUP + 2) * STRIDE)
     q = qkv + (h * GROUP + head)[:, None] * DIM + half
-    q1 = tl.load(q, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
-    q2 = tl.load(q + HALF, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
-    q1, q2 = _turned(q1, q2, q_norm, cos, sin, tl.arange(0, HALF), eps, DIM, NORM)
-    q1 = q1.to(k_cache.dtype.element_ty)
-    q2 = q2.to(k_cache.dtype.element_ty)
+    q1, q2 = _turned(q, real, q_norm, cos, sin, eps, k_cache, DIM, NORM)
     top = tl.full((GP,), float("-inf"), tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DIM), tl.float32)
-    if s == 0:  # the new key, as the cache will have it
+    if s == 0:
         new = qkv + (GROUP * KV_HEADS + h) * DIM
-        n1 = tl.load(new + half, cache_modifier=".cg").to(tl.float32)
-        n2 = tl.load(new + HALF + half, cache_modifier=".cg").to(tl.float32)
-        n1, n2 = _turned(n1, n2, k_norm, cos, sin, tl.arange(0, HALF), eps, DIM, NORM)
-        n1 = n1.to(k_cache.dtype.element_ty)
-        n2 = n2.to(k_cache.dtype.element_ty)
-        value = tl.load(new + STRIDE + dims, cache_modifier=".cg").to(v_cache.dtype.element_ty)
-        tl.store(k_cache + slot + half, n1)
-        tl.store(k_cache + slot + HALF + half, n2)
-        tl.store(v_cache + slot + dims, value)
-        score = tl.sum(q1.to(tl.float32) * n1.to(tl.float32), 1) + tl.sum(q2.to(tl.float32) * n2.to(tl.float32), 1)
-        top = score * scale
+        top, value = _newest(
+            new, k_cache + slot, v_cache + slot, q1, q2, k_norm, cos, sin, eps, scale, STRIDE, DIM, NORM
+        )
         total = tl.full((GP,), 1.0, tl.float32)
-        acc += value.to(tl.float32)[None, :]
+        acc += value[None, :]
     if begin < end:
         top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
         for at in tl.range(begin + KEYS, end, KEYS, num_stages=STAGES):
@@ -234,7 +240,7 @@ def attend_decode(
     if not count:
         return out
     group = num_heads // heads
-    t = attend_tile(count, heads, group) if tile is None else tile
+    t = attend_tile(count, heads) if tile is None else tile
     parts = sums = out
     if t.splits > 1:
         parts = torch.empty((count, heads, t.splits, group, dim), dtype=torch.float32, device=out.device)

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from agentinfer.ops.kernels.tiles import power_of_two
 
-TILE = 1024
+TILE = 4096
 """Token ids a program."""
 WORDS = 8
 """32-bit words of a sample's parameters: state.columns.PARAMS."""
@@ -52,19 +52,6 @@ def _is_nan(x):
 
 
 @triton.jit
-def _rank(score, ids):
-    """An integer that orders by score, then by the lower id. Its low half is 2^31 - 1 - id."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 and 0 are equal
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-
-
-@triton.jit
-def _id_of(rank):
-    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
 def _z(logit, top, temperature):
     """(logit - top) / temperature; of -inf, -inf (also where top is -inf)."""
     return tl.div_rn(logit - tl.where(top == float("-inf"), 0.0, top), temperature)
@@ -75,8 +62,8 @@ def _sample_tiles(
     logits, asked, index, numbers, winners, stride, V, C,
     BV: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, LIBDEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, s): the winner of tile c of sample s, and three numbers: its logit, its noise, the tile's maximum
-    (NaN where the tile holds NaN or +inf).
+    """Program (c, s): the winner of tile c of sample s, and two numbers: its score over the tile's maximum, and that
+    maximum (NaN where the tile holds NaN or +inf).
     """
     if PDL:
         gdc_launch_dependents()
@@ -90,24 +77,22 @@ def _sample_tiles(
         gdc_wait()
     logit = tl.load(logits + sample.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
     broken = _is_nan(logit) | (logit == float("inf"))
+    spoiled = tl.max(tl.max(broken.to(tl.int32), 1), 0) > 0
     logit = tl.where(broken, float("-inf"), logit)
     top = tl.max(tl.max(logit, 1), 0)
     temperature = tl.load(row).to(tl.float32, bitcast=True)
     score = logit
-    noise = tl.zeros((BV // 4, 4), tl.float32)
     if temperature >= GREEDY:
         low = tl.load(row + 4).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(row + 5).to(tl.int64) << 32
         noise = _gumbel(high | low, tl.load(index + sample), block, lane, LIBDEVICE)
         score = _z(logit, top, temperature) + noise
-    winner = _id_of(tl.max(tl.max(_rank(score, ids), 1), 0))
-    mine = ids == winner
-    spoiled = tl.max(tl.max(broken.to(tl.int32), 1), 0) > 0
+    most = tl.max(tl.max(score, 1), 0)
+    winner = tl.min(tl.min(tl.where(score == most, ids, 0x7FFFFFFF), 1), 0)
     out = (sample * C + tile).to(tl.int64)
-    tl.store(winners + out, winner)
-    tl.store(numbers + out * 3, tl.max(tl.max(tl.where(mine, logit, float("-inf")), 1), 0))
-    tl.store(numbers + out * 3 + 1, tl.sum(tl.sum(tl.where(mine, noise, 0.0), 1), 0))
-    tl.store(numbers + out * 3 + 2, tl.where(spoiled, float("nan"), top))
+    tl.store(winners + out, tl.minimum(winner, V - 1))
+    tl.store(numbers + out * 2, most)
+    tl.store(numbers + out * 2 + 1, tl.where(spoiled, float("nan"), top))
 
 
 @triton.jit
@@ -124,17 +109,16 @@ def _sample_rows(
     at = sample.to(tl.int64) * C + tile
     if PDL:
         gdc_wait()
-    logit = tl.load(numbers + at * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
-    noise = tl.load(numbers + at * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    tops = tl.load(numbers + at * 3 + 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    score = tl.load(numbers + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    tops = tl.load(numbers + at * 2 + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
     ids = tl.load(winners + at, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
     spoiled = tl.max(_is_nan(tops).to(tl.int32), 0) > 0
-    top = tl.max(tl.where(_is_nan(tops), float("-inf"), tops), 0)
+    tops = tl.where(_is_nan(tops), float("-inf"), tops)
+    top = tl.max(tops, 0)
     temperature = tl.load(asked + sample * WORDS).to(tl.float32, bitcast=True)
-    score = logit
     if temperature >= GREEDY:
-        score = _z(logit, top, temperature) + noise
-    token = _id_of(tl.max(_rank(score, ids), 0))
+        score += _z(tops, top, temperature)
+    token = tl.min(tl.where(score == tl.max(score, 0), ids, 0x7FFFFFFF), 0)
     tl.store(tokens + sample, token.to(tl.int64))
     tl.store(ok + sample, (top > float("-inf")) & (spoiled == 0))
 
@@ -162,7 +146,7 @@ def sample_tokens(
         return
     device = logits_SV.device
     tiles = -(-vocabulary // TILE)
-    numbers = torch.empty((count, tiles, 3), dtype=torch.float32, device=device)
+    numbers = torch.empty((count, tiles, 2), dtype=torch.float32, device=device)
     winners = torch.empty((count, tiles), dtype=torch.int32, device=device)
     _sample_tiles[(tiles, count)](
         logits_SV, params, index, numbers, winners, logits_SV.stride(0), vocabulary, tiles,

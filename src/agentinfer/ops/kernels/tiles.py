@@ -6,12 +6,14 @@ Measured on an H200 in whole decode steps. N rows and K columns of a weight; G q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+
+from attrs import evolve, frozen
 
 
-class GemvTile(NamedTuple):
+@frozen
+class GemvTile:
     """A program computes *rows* numbers, *chunk* columns at a time. Powers of two."""
 
     rows: int
@@ -19,7 +21,8 @@ class GemvTile(NamedTuple):
     warps: int
 
 
-class GemmTile(NamedTuple):
+@frozen
+class GemmTile:
     """A program computes a block of m x n numbers, k columns at a time, from one of *split* parts of the columns."""
 
     m: int
@@ -30,7 +33,8 @@ class GemmTile(NamedTuple):
     split: int
 
 
-class AttendTile(NamedTuple):
+@frozen
+class AttendTile:
     """At most *splits* programs share the keys of a row and KV head, each *least* of them or more, *keys* at a time."""
 
     splits: int
@@ -71,16 +75,19 @@ GEMM: Mapping[tuple[int, int, int, bool], GemmTile] = MappingProxyType(
 GEMM_ROWS = (16, 32, 64)
 """Numbers of rows up to which tiles can be told apart."""
 
-ATTEND_ONE: Mapping[tuple[int, int], AttendTile] = MappingProxyType(
-    {(8, 4): AttendTile(32, 32, 4, 2), (8, 2): AttendTile(16, 32, 2, 2)}
+ATTEND: Sequence[tuple[int, AttendTile]] = (
+    (8, AttendTile(32, 32, 4, 2, 32)),
+    (32, AttendTile(16, 64, 2, 2, 128)),
+    (64, AttendTile(8, 64, 2, 2, 128)),
+    (128, AttendTile(4, 64, 2, 2, 256)),
+    (192, AttendTile(8, 64, 2, 2, 256)),
+    (448, AttendTile(4, 64, 2, 2, 256)),
+    (512, AttendTile(1, 64, 4, 2)),
 )
-"""(KV heads, G) -> tile for one row."""
-
-MOST_SPLITS = 32
-PAIRS = 4096
+"""(most rows times KV heads, tile): the best over contexts of 256, 1,024, 4,096 and of 200 to 2,000 mixed. Beyond,
+nothing is split: there are programs enough."""
+PAIRS = 448
 """Most rows times KV heads whose keys are split."""
-PROGRAMS = 2048
-"""Programs of attention that keep a GPU of 132 processors busy when rows are of different lengths."""
 
 
 def power_of_two(n: int) -> int:
@@ -111,7 +118,7 @@ def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmT
     for most in GEMM_ROWS:
         if rows <= most and (most, n, k, gated) in GEMM:
             known = GEMM[most, n, k, gated]
-            return known if partial else known._replace(split=1)
+            return known if partial else evolve(known, split=1)
     width = 64 if n >= 4096 else 32
     split = 1
     while partial and split < 8 and -(-n // width) * split < 128 and k >= 512 * split:
@@ -119,13 +126,9 @@ def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmT
     return GemmTile(64, width, 128, 4, 4, split)
 
 
-def attend_tile(rows: int, kv_heads: int, group: int) -> AttendTile:
+def attend_tile(rows: int, kv_heads: int) -> AttendTile:
     """The tile of decode attention. Nothing is known of the lengths of the rows: long ones are split until the GPU is
     full, so that it does not wait for the longest.
     """
-    if rows == 1 and (kv_heads, group) in ATTEND_ONE:
-        return ATTEND_ONE[kv_heads, group]
-    splits = 1
-    while splits < MOST_SPLITS and rows * kv_heads * splits * 2 <= min(PROGRAMS, 2 * PAIRS):
-        splits *= 2
-    return AttendTile(splits, 64, 2, 2, least=256) if rows * kv_heads > 128 else AttendTile(splits, 32, 2, 2, least=64)
+    pairs = rows * kv_heads
+    return next((tile for most, tile in ATTEND if pairs <= most), AttendTile(1, 64, 2, 2))

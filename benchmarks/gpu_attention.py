@@ -1,0 +1,139 @@
+"""Decode attention over tiles, rows and contexts, and sampling: microseconds in a graph over cold memory.
+
+    python benchmarks/gpu_attention.py --json FILE [--seconds S]
+
+Contexts: a number is one of all rows; "mixed" is uniform from 200 to 2,000, "sorted" the same with the longest first.
+The floor is the KV read once at 4.57 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from attrs import astuple
+
+from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
+from agentinfer.ops.kernels.sample import sample_tokens
+from agentinfer.ops.kernels.tiles import AttendTile, attend_tile
+from agentinfer.state.columns import PARAMS
+
+BLOCK, DIM, HEADS = 16, 128, 8
+READ = 4.57e12
+
+
+def replayed(run, count: int, sets: int = 3) -> float:
+    """Microseconds of one of *count* launches by *run*."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(sets):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        for _ in range(3):
+            graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) / 3 * 1e3 / count)
+    return statistics.median(times)
+
+
+def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool: torch.Tensor) -> dict[str, float]:
+    """Microseconds a tile."""
+    rng = np.random.default_rng(0)
+    lengths = np.full(rows, int(context)) if context.isdigit() else rng.integers(200, 2001, rows)
+    if context == "sorted":
+        lengths = np.sort(lengths)[::-1].copy()
+    columns = -(-int(lengths.max()) // BLOCK)
+    per_layer = rows * columns
+    layers = max(1, min(8, pool.shape[1] // per_layer))
+    dev = {"device": "cuda"}
+    tables = [
+        torch.cat((torch.zeros(1, columns, dtype=torch.int32, **dev),
+                   (torch.randperm(per_layer, **dev).int() + i * per_layer).view(rows, columns)))
+        for i in range(layers)
+    ]  # fmt: skip
+    qkv = torch.randn(rows, (group + 2) * HEADS * DIM, dtype=torch.bfloat16, **dev)
+    norm = torch.ones(DIM, dtype=torch.bfloat16, **dev)
+    angles = torch.rand(4096, DIM, **dev)
+    ids = torch.arange(1, rows + 1, **dev)
+    lens = torch.tensor(lengths, dtype=torch.int32, **dev)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, **dev)
+    slots = [table[ids, (lens.long() - 1) // BLOCK].long() * BLOCK for table in tables]
+    found = {}
+    for tile in tiles:
+
+        def run(tile: AttendTile = tile) -> None:
+            for i in range(layers):
+                attend_decode(
+                    qkv, pool[0], pool[1], tables[i], ids, lens, slots[i], group * HEADS, angles, norm, norm, 1e-6,
+                    0.088, None, counters, pdl=True, tile=tile,
+                )  # fmt: skip
+
+        found[str(astuple(tile))] = round(replayed(run, layers), 2)
+    found["floor"] = round(2 * int(lengths.sum()) * HEADS * DIM * 2 / READ * 1e6, 2)
+    return found
+
+
+def sampling(rows: int, temperature: float) -> float:
+    """Microseconds of one choice over Qwen3's vocabulary."""
+    logits = torch.randn(rows, 151_936, device="cuda")
+    params = np.zeros(rows, PARAMS)
+    params["temperature"], params["seed"] = temperature, np.arange(rows)
+    words = torch.from_numpy(params.view(np.int32).reshape(rows, -1).copy()).cuda()
+    index = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    out = torch.zeros((2, rows), dtype=torch.int64, device="cuda")
+    return round(replayed(lambda: sample_tokens(logits, words, index, out[0], out[1]), 1), 2)
+
+
+def main() -> None:
+    """Measure until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 24, 40, 64, 96, 136, 192, 256])
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--contexts", nargs="+", default=["mixed", "sorted", "256", "1024", "4096"])
+    asked = parser.parse_args()
+    begin, found = time.monotonic(), {}
+    for rows, temperature in itertools.product((1, 64, 256), (0.0, 0.6)):
+        found[f"sample {rows} at {temperature}"] = sampling(rows, temperature)
+    print(found, flush=True)
+    pool = torch.randn(2, 300_000, BLOCK, HEADS, DIM, device="cuda", dtype=torch.bfloat16)  # 20 GB
+    tiles = [
+        AttendTile(s, keys, warps, 2, least)
+        for s, keys, warps, least in (
+            (1, 64, 2, 0), (1, 64, 4, 0), (2, 64, 2, 256), (4, 64, 2, 256), (8, 64, 2, 256), (8, 64, 2, 128),
+            (16, 64, 2, 128), (16, 32, 2, 64), (32, 32, 2, 64), (32, 32, 4, 32),
+        )
+    ]  # fmt: skip
+    for group, rows, context in itertools.product(asked.groups, asked.rows, asked.contexts):
+        if time.monotonic() - begin > asked.seconds:
+            break
+        if rows * 4096 / BLOCK > 100_000 and context == "4096":
+            continue
+        some = [t for t in tiles if rows * HEADS * t.splits <= 8192 and (rows < 136 or t.warps == 2)]
+        got = attention(rows, context, group, some, pool)
+        found[f"attend {rows} x {context}, group {group}"] = got
+        floor = got["floor"]
+        best = min((v, k) for k, v in got.items() if k != "floor")
+        now = got.get(str(astuple(attend_tile(rows, HEADS))))
+        print(
+            f"{rows:4} x {context:>5} G{group} floor {floor:7.1f} best {best} now {now} {list(got.values())}",
+            flush=True,
+        )
+        asked.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
