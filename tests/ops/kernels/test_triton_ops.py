@@ -19,6 +19,7 @@ from agentinfer.models.model import Model, kv_layout, load_model
 from agentinfer.ops import norm, provide
 from agentinfer.ops.comm import Group, Ranks, Threads, alone
 from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.kernels.tiles import GemvTile
 from agentinfer.ops.kv import KvLayout, allocate, gqa
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.sample import sample
@@ -42,6 +43,14 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 3,
               "num_key_value_heads": 1, "hidden_size": 192, "attention_bias": True, "mlp_bias": True},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays by the program, so tiles are large here; those of a GPU are tested with their kernel."""
+    from agentinfer.ops.kernels import gemv
+
+    monkeypatch.setattr(gemv, "gemv_tile", lambda n, k, gated: GemvTile(32, 64, 1))
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
