@@ -167,54 +167,62 @@ def working_memory(m: Machine, layouts: tuple[KvLayout, ...], *, graphs: bool) -
     captured graphs. What is compiled on first use is compiled after it.
     """
     device, limits = m.ranks.device, m.limits
-    budget = limits.max_num_batched_tokens
-    small = evolve(limits, num_blocks=cdiv(budget, limits.block_size) + limits.max_num_seqs)
-    placed = new_device(small, layouts, device)
+    blocks = cdiv(limits.max_num_batched_tokens, limits.block_size) + 2 * limits.max_num_seqs
+    m = evolve(m, limits=evolve(limits, num_blocks=blocks))
+    placed = new_device(m.limits, layouts, device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for counts in worst_prefills(limits):
-        placed = _try_prefill(m, placed, counts)
+    for start, counts in trial_steps(limits):
+        placed = _try_step(m, placed, start, counts)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     if graphs:
-        taken += _graph_memory(evolve(m, limits=small), placed)
+        more, placed = _graph_memory(m, placed)
+        taken += more
     del placed
     torch.cuda.empty_cache()
     return taken
 
 
-def worst_prefills(limits: Limits) -> tuple[list[int], ...]:
-    """Positions a row of the largest steps: few long rows, as many rows as there can be, and a chunk among decodes."""
-    budget, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+def trial_steps(limits: Limits) -> list[tuple[int, list[int]]]:
+    """(position that each row begins at, positions it computes) of steps that show what any may need: the largest (few
+    long rows, as many rows as there can be, a chunk among decodes), and small ones of odd size.
+    """
+    budget, most, size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     longest = min(budget, limits.max_model_len)
-    few = [longest] * min(rows, budget // longest)
-    many = [max(1, min(longest, budget // min(rows, budget)))] * min(rows, budget)
-    mixed = [min(longest, max(1, budget - rows + 1)), *[1] * min(rows - 1, budget - 1)]
-    return few, many, mixed
+    few = [longest] * min(most, budget // longest)
+    many = [max(1, min(longest, budget // min(most, budget)))] * min(most, budget)
+    later = size if limits.max_model_len > size else 0
+    chunk = min(limits.max_model_len - later, max(1, budget - most + 1))
+    mixed = [chunk, *[1] * min(most - 1, budget - chunk)]
+    odd = min(longest, limits.max_model_len - later, 77)
+    small = [odd, 1, 1][: min(most, max(1, budget - odd + 1))]
+    return [(0, few), (0, many), (later, mixed), (0, small), (later, small), (later, [min(odd, 5)])]
 
 
-def _try_prefill(m: Machine, placed: Donated[Device], counts: list[int]) -> Device:
+def _try_step(m: Machine, placed: Donated[Device], start: int, counts: list[int]) -> Device:
     blocks: list[list[int]] = []
+    first = 1
     for count in counts:
-        first = 1 + sum(map(len, blocks))
-        blocks.append(list(range(first, first + cdiv(count, m.limits.block_size))))
-    x, kv = by_hand(placed.kv, [[0] * count for count in counts], [0] * len(counts), blocks)
+        blocks.append(list(range(first, first + cdiv(start + count, m.limits.block_size))))
+        first += len(blocks[-1])
+    x, kv = by_hand(placed.kv, [[0] * count for count in counts], [start] * len(counts), blocks)
     logits_SV, kv = prefill_step(m, kv, x)
     params = np.zeros(len(counts), PARAMS)
-    params["temperature"], params["top_p"] = 1.0, 0.9
-    m.ops.sample(logits_SV, SamplingColumns(params, np.zeros(len(counts), np.int32), ()))
+    for params["temperature"], params["top_p"] in ((1.0, 0.9), (1.0, 1.0)):
+        m.ops.sample(logits_SV, SamplingColumns(params, np.zeros(len(counts), np.int32), ()))
     return Device(renew(kv, "a trial of the largest steps"), placed.last)
 
 
-def _graph_memory(m: Machine, placed: Donated[Device]) -> int:
+def _graph_memory(m: Machine, placed: Donated[Device]) -> tuple[int, Device]:
     """Bytes of all graphs: of the largest, measured, and of the logits that each of the others keeps."""
     sizes = bucket_sizes(m.limits.max_num_seqs)
     before = torch.cuda.memory_reserved(m.ranks.device)
-    graphs, _ = capture(m, placed, sizes[-1:])
+    graphs, placed = capture(m, placed, sizes[-1:])
     largest = torch.cuda.memory_reserved(m.ranks.device) - before
     logits = graphs[sizes[-1]].logits_RV
-    return largest + sum(sizes[:-1]) * logits.shape[1] * logits.itemsize
+    return largest + sum(sizes[:-1]) * logits.shape[1] * logits.itemsize, placed
 
 
 def _device(name: str) -> torch.device:
