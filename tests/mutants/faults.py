@@ -505,9 +505,9 @@ _STOPPING = (
     Fault(
         name="ignore_eos_ignores_stops",
         kind="wrong stop rule",
-        file="schedule.py",
-        old="stop = {*params.stop_token_ids, *(() if params.ignore_eos else draft.limits.eos_ids)}",
-        new="stop = {*(() if params.ignore_eos else (*params.stop_token_ids, *draft.limits.eos_ids))}",
+        file="admit.py",
+        old="return {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}",
+        new="return {*(() if params.ignore_eos else (*params.stop_token_ids, *limits.eos_ids))}",
         breaks="ignore_eos also switches off the stop ids that the user named (SMP-11)",
     ),
     Fault(

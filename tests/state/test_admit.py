@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.errors import InvalidRequest
 from agentinfer.state.admit import abort, arrive, fail, fits, fork, validate
 from agentinfer.state.engine import digest, find_waiting, initial, status, tokens_of
+from agentinfer.state.event import Forked
 from agentinfer.state.ids import SeqId
 from agentinfer.state.policy import reserve
 from agentinfer.state.request import Request, SamplingParams
@@ -29,11 +33,16 @@ from engines import BOTH, Hand, blocks_of, drive, in_use, limits, request
         (request(60, 5), "max_tokens", ["60", "5", "64"]),
         (request(40, 4), "max_tokens", ["43", "32"]),
         (request(3, None), "max_tokens", ["63", "32"]),
+        (request(3, 2, stop_token_ids=range(8), min_tokens=1), "min_tokens", ["vocabulary of 9"]),
     ],
 )
 def test_what_can_never_be_served_is_refused_by_name(asked: Request, field: str, numbers: list[str]) -> None:
     """validate names the field and the numbers; arrive, total, ends it at once as rejected with the same words."""
     lim = limits(num_blocks=8)
+    if field == "min_tokens":  # everything but the model's end token is a stop token
+        lim = evolve(lim, vocab_size=9, eos_ids=(8,))
+        validate(lim, evolve(asked, prompt=(1,), params=evolve(asked.params, ignore_eos=True)))
+        asked = evolve(asked, prompt=(1,))
     with pytest.raises(InvalidRequest) as refusal:
         validate(lim, asked)
     assert refusal.value.field == field
@@ -79,12 +88,13 @@ def test_validate_agrees_with_the_oracle(data: st.DataObject) -> None:
     ("field", "bad"),
     [
         ("max_tokens", (0, -1, 1.5, True, 2**31)),
-        ("temperature", (-1.0, float("nan"), float("inf"), "hot", True)),
+        ("temperature", (-1.0, float("nan"), float("inf"), 10**400, "hot", None, True)),
         ("top_p", (0.0, -0.1, 1.1, float("nan"))),
         ("top_k", (-2, 1.0, True)),
         ("min_p", (-0.1, 1.1, float("nan"))),
         ("seed", (-1, 2**63, 1.0)),
-        ("stop_token_ids", ((-1,), ("a",), (1.0,), tuple(range(100_000)))),
+        ("stop_token_ids", ((-1,), ("a",), (1.0,), tuple(range(100_000)), None, 5)),
+        ("ignore_eos", ("no", 0, None)),
         ("min_tokens", (-1, 1.0)),
     ],
 )
@@ -101,6 +111,18 @@ def test_a_prompt_is_made_of_token_ids(prompt) -> None:
     """What is no token id is refused by place."""
     with pytest.raises(InvalidRequest, match="prompt: item 0"):
         Request(prompt)
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [("prompt", (None,)), ("prompt", (7,)), ("params", ((1,), None)), ("salt", ((1,), SamplingParams(), b"x"))],
+)
+def test_a_request_of_the_wrong_kinds_is_refused_by_name(field: str, asked: tuple[Any, ...]) -> None:
+    """A prompt that is no sequence, parameters that are none and a salt that is no text are refused in few words."""
+    with pytest.raises(InvalidRequest) as refusal:
+        Request(*asked)
+    assert refusal.value.field == field
+    assert len(str(refusal.value)) < 80
 
 
 def test_an_empty_prompt_harms_nobody() -> None:
@@ -169,6 +191,26 @@ def test_a_fork_needs_somebody_to_fork() -> None:
     for seq in (0, 5):
         with pytest.raises(KeyError):
             fork(hand.state, SeqId(seq))
+
+
+@pytest.mark.parametrize("seeds", [(2**63,), (-5,), (None, 1.5), ("3",), (True,), 5])
+def test_a_seed_of_a_fork_is_one_of_a_request(seeds: Any) -> None:
+    """What SamplingParams would refuse as a seed, neither fork nor its event takes."""
+    hand = Hand.of(limits(), request(3, 4))
+    for asked in (lambda: fork(hand.state, SeqId(0), 1, seeds), lambda: Forked(SeqId(0), seeds)):
+        with pytest.raises(InvalidRequest) as refusal:
+            asked()
+        assert refusal.value.field == "seeds"
+
+
+def test_a_child_found_no_more_than_its_prompt() -> None:
+    """Though it shares generated tokens of its parent too, a child reports prompt tokens alone as cached."""
+    hand = Hand.of(limits(), request(7, 20))
+    for _ in range(10):
+        hand.step()
+    hand.state, (child,) = fork(hand.state, SeqId(0))
+    hand.script[child] = []
+    assert hand.run()[child].cached == 7
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -88,6 +88,7 @@ CORRUPT: dict[str, tuple[Callable[[EngineState], EngineState], str]] = {
     "known": (lambda s: column(s, "known", 1, 3), "known 3"),
     "promises": (lambda s: column(s, "length", 1, 12), "<= known"),
     "limit": (lambda s: column(s, "limit", 1, 7), "beyond limit 7"),
+    "cached": (lambda s: column(s, "cached", 1, 7), "7 tokens cached of a prompt of 6"),
     "token blocks": (lambda s: record(s, 1, tokens=()), "0 full blocks of tokens"),
     "short block": (lambda s: record(s, 1, tokens=((0, 1, 2),)), "full blocks of tokens"),
     "long table": (lambda s: record(s, 1, blocks=(*table(s, 1), BlockId(12))), "3 blocks for"),

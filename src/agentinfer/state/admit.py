@@ -11,10 +11,10 @@ from agentinfer.errors import InvalidRequest
 from agentinfer.state.blocks import ROOT, PoolDraft
 from agentinfer.state.columns import ColumnsDraft
 from agentinfer.state.engine import EngineState, find_running, find_waiting, known_tokens
-from agentinfer.state.ids import BlockId, SeqId, cdiv, ints, seal
+from agentinfer.state.ids import BlockId, SeqId, cdiv, ints, seal, tupled
 from agentinfer.state.limits import Limits
 from agentinfer.state.log import Queue
-from agentinfer.state.request import Request
+from agentinfer.state.request import Request, SamplingParams, check_seeds
 from agentinfer.state.sequence import Finished, FinishReason, Running, Waiting
 
 
@@ -22,6 +22,11 @@ def limit_of(limits: Limits, request: Request) -> int:
     """The length in tokens at which *request* ends."""
     max_tokens = request.params.max_tokens
     return limits.max_model_len if max_tokens is None else len(request.prompt) + max_tokens
+
+
+def stop_ids(limits: Limits, params: SamplingParams) -> set[int]:
+    """The token ids that end a sequence of *params*."""
+    return {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}
 
 
 def validate(limits: Limits, request: Request) -> None:
@@ -44,6 +49,11 @@ def validate(limits: Limits, request: Request) -> None:
         )
     if prompt + params.min_tokens > limit:
         raise InvalidRequest("min_tokens", f"prompt {prompt} + min_tokens {params.min_tokens} is more than {limit}")
+    if params.min_tokens and len(stop_ids(limits, params)) == limits.vocab_size:
+        raise InvalidRequest(
+            "min_tokens",
+            f"{params.min_tokens} tokens can not come first: all of the vocabulary of {limits.vocab_size} would end it",
+        )
     pool = limits.num_blocks * limits.block_size
     if limit - 1 > pool:
         raise InvalidRequest(
@@ -124,8 +134,11 @@ def fork(
 
     The children wait at the front and share the parent's landed blocks copy-on-write when `schedule` admits
     them; should the parent have left by then, the prefix cache serves them. *seeds*: one a child; None: the
-    parent's. Raises KeyError if *seq* is not live, ValueError if *seeds* has not *n* items.
+    parent's. Raises KeyError if *seq* is not live, ValueError if *seeds* has not *n* items, InvalidRequest if one is
+    no seed.
     """
+    chosen = (None,) * n if seeds is None else tupled(seeds)
+    check_seeds(chosen)
     run, waiting = find_running(state, seq), find_waiting(state, seq)
     if run is not None:
         request, seed, parent = run.request, run.seed, seq
@@ -134,7 +147,6 @@ def fork(
         request, seed, parent, tokens = waiting.request, waiting.seed, waiting.parent, waiting.tokens
     else:
         raise KeyError(seq)
-    chosen = (None,) * n if seeds is None else tuple(seeds)
     if len(chosen) != n:
         raise ValueError(f"{len(chosen)} seeds for {n} children")
     children = tuple(

@@ -63,6 +63,8 @@ def _running(state: EngineState, run: Running) -> Iterator[str]:
         yield f"tail_block {cols.tail_block[row]}, its last block is {run.blocks[-1]}"
     if known_tokens(run, known, cols.tail)[: len(run.request.prompt)] != run.request.prompt:
         yield "its tokens do not begin with its prompt"
+    if cols.cached[row] > len(run.request.prompt):
+        yield f"{cols.cached[row]} tokens cached of a prompt of {len(run.request.prompt)}"
     if known and cols.tail[row, (known - 1) % size] != known_tokens(run, known, cols.tail)[-1]:
         yield "the tail lost the last known token"
     yield from _registered(state, run, written)

@@ -62,7 +62,7 @@ class Columns:
     turn: I32
     """The last step that served this row while the budget was short: who waited longest goes first."""
     cached: I32
-    """Tokens the prefix cache had at its first admission."""
+    """Tokens of the prompt that need not be computed at its first admission."""
     born: I32
     """Step of its admission: an older plan that names this row meant somebody else."""
     params: I32

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from agentinfer.state.ids import SeqId
-from agentinfer.state.request import Request
+from agentinfer.state.ids import SeqId, tupled
+from agentinfer.state.request import Request, check_seeds
 
 VERSION = 1
 """Of the union: a trace of another version is refused."""
@@ -28,10 +28,13 @@ class Aborted:
 
 @frozen
 class Forked:
-    """Continue `seq` in as many more ways as there are seeds; None keeps the parent's seed."""
+    """Continue `seq` in as many more ways as there are seeds; None keeps the parent's seed. Raises InvalidRequest."""
 
     seq: SeqId
-    seeds: tuple[int | None, ...] = field(default=(None,), converter=tuple)
+    seeds: tuple[int | None, ...] = field(default=(None,), converter=tupled)
+
+    def __attrs_post_init__(self) -> None:
+        check_seeds(self.seeds)
 
 
 @frozen

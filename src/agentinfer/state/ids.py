@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NewType
+from collections.abc import Iterable
+from typing import Any, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,15 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+
+
+T = TypeVar("T")
+
+
+def tupled(value: Iterable[T]) -> tuple[T, ...]:
+    """*value* as a tuple. What is no iterable comes back as it is, for a validator to refuse it by name."""
+    given: Any = value
+    return tuple(value) if isinstance(given, Iterable) else given
 
 
 def seal(*arrays: npt.NDArray[Any]) -> None:

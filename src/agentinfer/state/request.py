@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, cast
 
 from attrs import Attribute, field, frozen
-from attrs.validators import instance_of, optional
 
 from agentinfer.errors import InvalidRequest
+from agentinfer.state.ids import tupled
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Any:
     """A finite float in [low, high], or (low, high] if *open_low*."""
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or value > high or value < low or (open_low and value == low):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not low <= value <= high or (open_low and value == low):
             raise InvalidRequest(
                 attribute.name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}"
             )
@@ -34,13 +33,24 @@ def _integer(low: int, high: int, *, optional: bool = False) -> Any:
     return check
 
 
-def _token_ids(_: Any, attribute: Attribute[Any], value: tuple[Any, ...]) -> None:
-    for i, token in enumerate(value):
+def _instance(kind: type, *, optional: bool = False) -> Any:
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not isinstance(value, kind) and not (optional and value is None):
+            raise InvalidRequest(attribute.name, f"must be a {kind.__name__}, not {value!r}")
+
+    return check
+
+
+def _token_ids(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if type(value) is not tuple:
+        raise InvalidRequest(attribute.name, f"must be token ids, not {value!r}")
+    for i, token in enumerate(cast("tuple[Any, ...]", value)):
         if type(token) is not int or not 0 <= token < 2**31:
             raise InvalidRequest(attribute.name, f"item {i} is no token id: {token!r}")
 
 
 _I31 = 2**31 - 1
+_MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 256
 """Stop ids are compared in columns, a column a stop id: so many at most."""
 
@@ -60,10 +70,10 @@ class SamplingParams:
     top_k: int = field(default=0, validator=_integer(-1, _I31))
     """0 or -1: off."""
     min_p: float = field(default=0.0, validator=_number(0.0, 1.0))
-    seed: int | None = field(default=None, validator=_integer(0, 2**63 - 1, optional=True))
+    seed: int | None = field(default=None, validator=_integer(0, _MAX_SEED, optional=True))
     """None: drawn from the engine's own seed and the sequence's number."""
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple, validator=_token_ids)
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=tupled, validator=_token_ids)
+    ignore_eos: bool = field(default=False, validator=_instance(bool))
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
     """Tokens to generate before an end or stop token can be chosen."""
@@ -77,9 +87,18 @@ class SamplingParams:
 
 @frozen
 class Request:
-    """A prompt and how to continue it."""
+    """A prompt and how to continue it. Raises InvalidRequest naming the field."""
 
-    prompt: tuple[int, ...] = field(converter=tuple, validator=_token_ids)
-    params: SamplingParams = SamplingParams()
-    salt: str | None = field(default=None, validator=optional(instance_of(str)))
+    prompt: tuple[int, ...] = field(converter=tupled, validator=_token_ids)
+    params: SamplingParams = field(default=SamplingParams(), validator=_instance(SamplingParams))
+    salt: str | None = field(default=None, validator=_instance(str, optional=True))
     """Prefix-cache domain: sequences share cached blocks only with those of an equal salt; None differs from ""."""
+
+
+def check_seeds(seeds: Any) -> None:
+    """Raises InvalidRequest unless *seeds* is a tuple of what SamplingParams takes as its seed."""
+    if type(seeds) is not tuple:
+        raise InvalidRequest("seeds", f"must be a seed a child, not {seeds!r}")
+    for i, seed in enumerate(cast("tuple[Any, ...]", seeds)):
+        if seed is not None and (type(seed) is not int or not 0 <= seed <= _MAX_SEED):
+            raise InvalidRequest("seeds", f"item {i} must be an integer in [0, {_MAX_SEED}], not {seed!r}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from attrs import evolve
 
-from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, promised
+from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, promised, stop_ids
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, find_running, known_tokens
@@ -256,7 +256,7 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols, row, tokens, request = draft.cols, run.row, waiting.tokens, waiting.request
     size, params = draft.limits.block_size, request.params
     prompt = len(request.prompt)
-    stop = {*params.stop_token_ids, *(() if params.ignore_eos else draft.limits.eos_ids)}
+    stop = stop_ids(draft.limits, params)
     if len(stop) > cols.stop.shape[1]:
         wider = np.full((len(cols.seq), len(stop)), -1, np.int32)
         wider[:, : cols.stop.shape[1]] = cols.stop
@@ -271,7 +271,7 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols.own("limit")[row] = limit_of(draft.limits, request)
     cols.own("turn")[row] = 0
     cols.own("born")[row] = draft.state.step
-    cols.own("cached")[row] = computed if waiting.cached < 0 else waiting.cached
+    cols.own("cached")[row] = min(computed, prompt) if waiting.cached < 0 else waiting.cached
     cols.own("tail_block")[row] = run.blocks[-1]
     tail = cols.own("tail")
     full = len(tokens) // size * size

@@ -26,7 +26,7 @@ class Waiting:
     parent: SeqId
     """Whose blocks it may share at admission, if that one still runs. Its own id: nobody's."""
     cached: int = -1
-    """Tokens the prefix cache had at its first admission; -1 before it."""
+    """Tokens of the prompt that need not be computed at its first admission; -1 before it."""
 
 
 @frozen
@@ -56,7 +56,7 @@ class Finished:
     detail: str = ""
     """The stop token's id, or what went wrong."""
     cached: int = 0
-    """Prompt tokens that the prefix cache had when it was first admitted."""
+    """Prompt tokens that the prefix cache, or the parent of a fork, had when it was first admitted."""
 
     @property
     def output(self) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ def refused(limits: Limits, request: Request) -> bool:
         or len(request.prompt) + request.params.min_tokens > longest
         or longest - 1 > limits.num_blocks * limits.block_size
         or any(token >= limits.vocab_size for token in ids)
+        or (request.params.min_tokens > 0 and len(stops(limits, request)) == limits.vocab_size)
     )
 
 
