@@ -1,42 +1,48 @@
-"""What a start tries out before it knows how much memory is left for KV."""
+"""Settings: what can not work is refused where it is set, by name."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from agentinfer.build import GIB, trial_steps
+from agentinfer.build import Settings, memory_plan
 from agentinfer.errors import InvalidSetting
-from agentinfer.ops.kv import num_blocks_that_fit
-from agentinfer.state.ids import cdiv
-from agentinfer.state.limits import Limits
 
 
-@given(st.integers(1, 64), st.integers(1, 300), st.integers(1, 9000), st.integers(1, 9000))
-def test_trial_steps_are_steps_that_these_limits_allow(size: int, rows: int, budget: int, length: int) -> None:
-    """No trial has more rows, positions or context than a real step, and all fit the blocks set aside for them."""
-    limits = Limits(size, 5, rows, budget, length, 100)
-    for start, counts in trial_steps(limits):
-        assert 1 <= len(counts) <= rows
-        assert sum(counts) <= budget
-        assert all(count >= 1 and start + count <= length for count in counts)
-        assert sum(cdiv(start + count, size) for count in counts) <= cdiv(budget, size) + 2 * rows
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("dtype", ("int4", 5)),
+        ("device", (None, 0)),
+        ("policy", (None, "fair", 5)),
+        ("block_size", (0, None, "4", 2**31)),
+        ("num_blocks", (0, 1.5, 10**20)),
+        ("max_model_len", (0, "9", 2**31)),
+        ("max_num_seqs", (0, None, True, 10**20)),
+        ("max_num_batched_tokens", (0, None, 10**20)),
+        ("kv_utilization", (0, 1.1, float("nan"), "half")),
+        ("reserve_gib", (-1, float("inf"), 10**400)),
+        ("kv_gib", (0, 1e300)),
+        ("prefix_cache", (None, "no", 1)),
+        ("overlap", ("no",)),
+        ("ops", (None, 3)),
+        ("eager", (0,)),
+        ("dummy_weights", ("yes",)),
+        ("seed", (-1, 2**63, 2**70, 1.0, "3")),
+    ],
+)
+def test_a_setting_that_can_not_work_is_refused_by_name(name: str, bad: tuple[object, ...]) -> None:
+    """Every value outside of what is documented is an InvalidSetting that names its field."""
+    for value in bad:
+        with pytest.raises(InvalidSetting) as refusal:
+            Settings(**{name: value})  # type: ignore[arg-type]
+        assert refusal.value.field == name
 
 
-def test_trial_steps_reach_the_largest() -> None:
-    """One step computes the whole budget in few rows, one in all rows."""
-    trials = trial_steps(Limits(16, 5, 64, 2048, 4096, 100))
-    assert (0, [2048]) in trials
-    assert (0, [32] * 64) in trials
-
-
-def test_kv_blocks_by_the_rule_and_its_figures() -> None:
-    """(free - reserve) * utilization // bytes a block: 80 GiB less weights, activations and graphs."""
-    left = int((80 - 16 - 3 - 1.5) * GIB)
-    block = 2 * 36 * 8 * 128 * 2 * 16
-    assert num_blocks_that_fit(free=left, reserve=0, utilization=0.9, bytes_per_block=block) == 24_371
-    latent = 27 * 576 * 2 * 64
-    assert num_blocks_that_fit(free=left, reserve=0, utilization=0.9, bytes_per_block=latent) == 28_884
-    with pytest.raises(InvalidSetting, match="max_model_len"):
-        num_blocks_that_fit(free=block * 3, reserve=0, utilization=0.9, bytes_per_block=block, blocks_per_request=3)
+@pytest.mark.parametrize("memory_gib", [0, -1, float("nan"), 1e300])
+def test_a_memory_plan_names_its_own_parameter(memory_gib: float) -> None:
+    """A memory that no device has is refused as memory_gib, before the folder is looked at."""
+    with pytest.raises(InvalidSetting) as refusal:
+        memory_plan(Path("nowhere"), memory_gib=memory_gib)
+    assert refusal.value.field == "memory_gib"

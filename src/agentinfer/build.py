@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from attrs import Attribute, evolve, field, frozen
-from attrs.validators import instance_of, optional
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.graphs import bucket_sizes, capture, replaying
@@ -24,7 +23,7 @@ from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_
 from agentinfer.ops.provide import Ops
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import cdiv
-from agentinfer.state.limits import Limits
+from agentinfer.state.limits import Limits, instance, integer
 from agentinfer.state.plan import SamplingColumns
 from agentinfer.state.policy import POLICIES, Policy
 from agentinfer.steps import Device, Machine, new_last, prefill_step
@@ -39,10 +38,10 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 )
 
 
-def _one_of(*names: str) -> Any:
+def _one_of(*names: str | None) -> Any:
     def check(_: Any, attribute: Attribute[Any], value: object) -> None:
-        if value is not None and value not in names:
-            raise InvalidSetting(attribute.name, f"{value!r} is none of {', '.join(names)}")
+        if value not in names:
+            raise InvalidSetting(attribute.name, f"{value!r} is none of {', '.join(filter(None, names))}")
 
     return check
 
@@ -64,33 +63,33 @@ def _between(low: float, high: float, *, open_low: bool) -> Any:
 class Settings:
     """What a user can choose about an engine. Raises InvalidSetting naming the field."""
 
-    dtype: str | None = field(default=None, validator=_one_of(*DTYPES))
+    dtype: str | None = field(default=None, validator=_one_of(None, *DTYPES))
     """Of weights and KV; None: the checkpoint's."""
-    device: str = "auto"
+    device: str = field(default="auto", validator=instance(str))
     """"auto": cuda if there is one, else cpu."""
     policy: str = field(default="throughput", validator=_one_of(*POLICIES))
-    block_size: int = 16
-    num_blocks: int | None = None
+    block_size: int = field(default=16, validator=integer(1))
+    num_blocks: int | None = field(default=None, validator=integer(1, optional=True))
     """KV blocks; None: as many as fit."""
-    max_model_len: int | None = None
+    max_model_len: int | None = field(default=None, validator=integer(1, optional=True))
     """Tokens of the longest sequence; None: what the model is made for."""
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = field(default=64, validator=integer(1))
+    max_num_batched_tokens: int = field(default=2048, validator=integer(1))
     kv_utilization: float = field(default=0.85, validator=_between(0, 1, open_low=True))
     """Share of the free memory, less the reserve, that KV takes on a GPU."""
     reserve_gib: float = field(default=2.0, validator=_between(0, 1e6, open_low=False))
     """GiB that are left alone on a GPU, for activations."""
     kv_gib: float | None = field(default=None, validator=_between(0, 1e6, open_low=True))
     """GiB of KV, instead of the rule."""
-    prefix_cache: bool = field(default=True, validator=instance_of(bool))
-    overlap: bool = field(default=True, validator=instance_of(bool))
-    ops: str = "auto"
+    prefix_cache: bool = field(default=True, validator=instance(bool))
+    overlap: bool = field(default=True, validator=instance(bool))
+    ops: str = field(default="auto", validator=instance(str))
     """Who computes: the name of a provider (agentinfer env lists them); "auto": the best one that is there."""
-    eager: bool = field(default=False, validator=instance_of(bool))
+    eager: bool = field(default=False, validator=instance(bool))
     """No captured graphs."""
-    dummy_weights: bool = field(default=False, validator=instance_of(bool))
+    dummy_weights: bool = field(default=False, validator=instance(bool))
     """Weights drawn at random, of a folder that need hold nothing but config.json."""
-    seed: int | None = field(default=None, validator=optional(instance_of(int)))
+    seed: int | None = field(default=None, validator=integer(0, 2**63 - 1, optional=True))
     """The engine's seed (Limits.seed); None: a fresh one."""
 
 
@@ -253,8 +252,6 @@ def _dtype(folder: Path, settings: Settings) -> torch.dtype:
 
 
 def _layouts(model: Model, settings: Settings, ranks: Ranks) -> tuple[KvLayout, ...]:
-    if type(settings.block_size) is not int or settings.block_size < 1:
-        raise InvalidSetting("block_size", f"must be an integer of at least 1, not {settings.block_size!r}")
     return kv_layout(model, ranks.tp.size, settings.block_size)
 
 
@@ -268,7 +265,7 @@ def _limits(
     """The sizes of the engine. *memory*: bytes free, bytes to leave alone, share of the rest, for KV."""
     most = model.config.max_positions
     length = most if settings.max_model_len is None else settings.max_model_len
-    if type(length) is not int or not 1 <= length <= most:
+    if length > most:
         raise InvalidSetting("max_model_len", f"{length!r}; the model is made for 1 to {most} tokens")
     blocks = settings.num_blocks
     if blocks is None:
@@ -349,13 +346,13 @@ def memory_plan(
 
     No block fits: num_blocks is 0, and no error. Raises CheckpointError; InvalidSetting for tp or dtype.
     """
-    Settings(kv_utilization=kv_utilization, reserve_gib=reserve_gib, kv_gib=memory_gib)
-    if type(block_size) is not int or block_size < 1:
-        raise InvalidSetting("block_size", f"must be an integer of at least 1, not {block_size!r}")
+    if not 0 < memory_gib <= 1e6:
+        raise InvalidSetting("memory_gib", f"must be in (0, 1e+06], not {memory_gib!r}")
+    Settings(kv_utilization=kv_utilization, reserve_gib=reserve_gib, block_size=block_size, max_model_len=max_model_len)
     model = evolve(read_config(folder), dtype=_dtype(folder, Settings(dtype=dtype)))
     most = model.config.max_positions
     length = most if max_model_len is None else max_model_len
-    if not 1 <= length <= most:
+    if length > most:
         raise InvalidSetting("max_model_len", f"{length}; the model is made for 1 to {most} tokens")
     sizes = weight_sizes(model, tp)
     per_token = bytes_per_token(kv_layout(model, tp, block_size))
