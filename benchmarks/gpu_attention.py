@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from attrs import astuple
 
-from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
+from agentinfer.ops.kernels.attend_decode import attend_decode
 from agentinfer.ops.kernels.sample import sample_tokens
 from agentinfer.ops.kernels.tiles import AttendTile, attend_tile
 from agentinfer.state.columns import PARAMS
@@ -68,7 +68,7 @@ def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool
     angles = torch.rand(4096, DIM, **dev)
     ids = torch.arange(1, rows + 1, **dev)
     lens = torch.tensor(lengths, dtype=torch.int32, **dev)
-    counters = torch.zeros(COUNTERS, dtype=torch.int32, **dev)
+    counters = torch.zeros(rows * HEADS, dtype=torch.int32, **dev)
     slots = [table[ids, (lens.long() - 1) // BLOCK].long() * BLOCK for table in tables]
     found = {}
     for tile in tiles:
@@ -111,10 +111,11 @@ def main() -> None:
     print(found, flush=True)
     pool = torch.randn(2, 300_000, BLOCK, HEADS, DIM, device="cuda", dtype=torch.bfloat16)  # 20 GB
     tiles = [
-        AttendTile(s, keys, warps, 2, least)
-        for s, keys, warps, least in (
-            (1, 64, 2, 0), (1, 64, 4, 0), (2, 64, 2, 256), (4, 64, 2, 256), (8, 64, 2, 256), (8, 64, 2, 128),
-            (16, 64, 2, 128), (16, 32, 2, 64), (32, 32, 2, 64), (32, 32, 4, 32),
+        AttendTile(s, keys, warps, stages, least)
+        for s, keys, warps, stages, least in (
+            (1, 64, 2, 2, 0), (1, 64, 4, 2, 0), (1, 32, 2, 3, 0), (2, 64, 2, 2, 512), (2, 64, 2, 2, 1024),
+            (4, 64, 2, 2, 256), (4, 64, 2, 2, 512), (4, 64, 2, 2, 768), (4, 64, 4, 2, 512), (8, 64, 2, 2, 256),
+            (8, 64, 2, 2, 512),
         )
     ]  # fmt: skip
     for group, rows, context in itertools.product(asked.groups, asked.rows, asked.contexts):
@@ -122,7 +123,7 @@ def main() -> None:
             break
         if rows * 4096 / BLOCK > 100_000 and context == "4096":
             continue
-        some = [t for t in tiles if rows * HEADS * t.splits <= 8192 and (rows < 136 or t.warps == 2)]
+        some = [t for t in tiles if rows * HEADS * t.splits <= 8192]
         got = attention(rows, context, group, some, pool)
         found[f"attend {rows} x {context}, group {group}"] = got
         floor = got["floor"]

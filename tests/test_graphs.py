@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attrs import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.errors import GraphBinding, InvalidSetting
-from agentinfer.graphs import block_words, bucket_of, bucket_sizes, fill, inputs_of, lay_out, num_entries
+from agentinfer.graphs import Block, block_words, bucket_of, bucket_sizes, fill, inputs_of, lay_out, num_entries
 from agentinfer.ops.inputs import host_rows
 from agentinfer.state.admit import arrive
 from agentinfer.state.commit import commit
@@ -81,20 +82,32 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     whole = torch.full((block_words(size),), 0x55555555, dtype=torch.int32)
     block = lay_out(whole, size)
     fill(block, plan, np.array([7, 3], np.int32), np.array([11, 12], np.int32))
-    assert block.positions.tolist() == [*plan.start.tolist(), *[0] * spare]
-    assert block.slots.tolist() == [*plan.slots.tolist(), *[0] * spare]
-    assert block.rows.tolist() == [*plan.rows.tolist(), *[0] * spare]
-    assert block.context.tolist() == [*plan.context.tolist(), *[1] * spare]
-    assert block.inputs.tolist() == [*plan.inputs.tolist(), *[0] * spare]
-    assert block.index.tolist() == [*plan.sampling.index.tolist(), *[0] * spare]
+    order = block.places[:n].numpy()
+    assert sorted(block.places.tolist()) == list(range(size))
+    assert sorted(plan.context.tolist(), reverse=True) == block.context[:n].tolist()
+    assert block.positions.tolist() == [*plan.start[order].tolist(), *[0] * spare]
+    assert block.slots.tolist() == [*plan.slots[order].tolist(), *[0] * spare]
+    assert block.rows.tolist() == [*plan.rows[order].tolist(), *[0] * spare]
+    assert block.context.tolist() == [*plan.context[order].tolist(), *[1] * spare]
+    assert block.inputs.tolist() == [*plan.inputs[order].tolist(), *[0] * spare]
+    assert block.index.tolist() == [*plan.sampling.index[order].tolist(), *[0] * spare]
     temperature = block.params[:, 0].contiguous().view(torch.float32)
-    assert temperature[:n].tolist() == plan.sampling.temperature.tolist()
+    assert temperature[:n].tolist() == plan.sampling.temperature[order].tolist()
     seeds = block.params[:, 4:6].clone().view(torch.int64)
-    assert seeds.view(-1)[:n].tolist() == plan.sampling.seed.tolist()
+    assert seeds.view(-1)[:n].tolist() == plan.sampling.seed[order].tolist()
     assert block.entries.shape == (2, num_entries(size))
     assert block.entries[:, :2].tolist() == [[7, 3], [11, 12]]
     assert not block.entries[:, 2:].any()
-    pieces = [block.positions, block.slots, block.rows, block.context, block.inputs, block.index, block.params]
+    pieces = [
+        block.positions,
+        block.slots,
+        block.rows,
+        block.context,
+        block.inputs,
+        block.index,
+        block.params,
+        block.places,
+    ]
     assert sum(x.numel() * x.itemsize for x in (*pieces, block.entries)) == whole.numel() * 4
 
 
@@ -103,8 +116,8 @@ def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:
     block = lay_out(torch.zeros(block_words(2), dtype=torch.int32), 2)
     x = inputs_of(block, torch.zeros((3, 4), dtype=torch.int32), torch.zeros(2, dtype=torch.int64), 64)
     fill(block, decode_plan([3, 5]), np.empty(0, np.int32), np.empty(0, np.int32))
-    assert x.positions.tolist() == [3, 5]
-    assert x.context.tolist() == [4, 6]
+    assert x.positions.tolist() == [5, 3]
+    assert x.context.tolist() == [6, 4]
     assert x.rows.tolist() == x.last_rows.tolist() == block.rows.tolist()
     assert x.cu_seqlens_q.tolist() == [0, 1, 2]
     assert (x.max_query, x.max_context) == (1, 64)

@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" "$work/whl" "$work/site"
 
 # The control plane and text (attrs .. markupsafe), the tests (pytest .. sortedcontainers).
-names="attrs rpds-py tqdm jinja2 markupsafe pytest pluggy iniconfig packaging pygments hypothesis sortedcontainers"
+names="attrs rpds-py tqdm jinja2 markupsafe pytest pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis sortedcontainers"
 wanted=()
 for name in $names; do
   pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt) || { echo "$name is not in constraints.txt" >&2; exit 1; }

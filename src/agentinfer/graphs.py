@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.ops.sample import needs_filters, subset, words
-from agentinfer.state.ids import I32
+from agentinfer.state.ids import I32, I64
 from agentinfer.state.plan import Plan
 from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
 
@@ -58,6 +58,8 @@ class Block:
     """[R] int32; -1: the row's last token."""
     index: Tensor
     """[R] int32 output index."""
+    places: Tensor
+    """[R] int32: which row of the plan each is."""
     params: Tensor
     """[R, 8] int32."""
     entries: Tensor
@@ -66,7 +68,7 @@ class Block:
 
 def block_words(rows: int) -> int:
     """int32 words of a block for *rows*."""
-    return rows * (6 + 3 + PARAMS_WORDS) + 2 * num_entries(rows)
+    return rows * (6 + 4 + PARAMS_WORDS) + 2 * num_entries(rows)
 
 
 def num_entries(rows: int) -> int:
@@ -78,26 +80,31 @@ def lay_out(whole: Tensor, rows: int) -> Block:
     """*whole* (int32, block_words(rows)) as a Block."""
     wide = whole[: 6 * rows].view(torch.int64).view(3, rows)
     rest = whole[6 * rows :]
-    at = (3 + PARAMS_WORDS) * rows
+    at = (4 + PARAMS_WORDS) * rows
     return Block(
         whole, wide[0], wide[1], wide[2], rest[:rows], rest[rows : 2 * rows], rest[2 * rows : 3 * rows],
-        rest[3 * rows : at].view(rows, PARAMS_WORDS), rest[at:].view(2, -1),
+        rest[3 * rows : 4 * rows], rest[4 * rows : at].view(rows, PARAMS_WORDS), rest[at:].view(2, -1),
     )  # fmt: skip
 
 
 def fill(block: Block, plan: Plan, where: I32, blocks: I32) -> None:
     """Write *plan* (one position a row) into *block* (on the host), and the table entries. Rows left over are padding:
     row 0, position 0, one key, the sink's slot.
+
+    Rows with most keys come first: attention begins with them, so that no long one is left when all others are done.
     """
     n = len(plan.rows)
+    order = np.argsort(-plan.context, kind="stable")
     block.whole.zero_()
     for target, values in (
         (block.positions, plan.start), (block.slots, plan.slots), (block.rows, plan.rows), (block.inputs, plan.inputs),
         (block.index, plan.sampling.index), (block.params, words(plan.sampling)),
     ):  # fmt: skip
-        target.numpy()[:n] = values
+        target.numpy()[:n] = values[order]
+    places = block.places.numpy()
+    places[:n], places[n:] = order, np.arange(n, len(places))
     context = block.context.numpy()
-    context[:n], context[n:] = plan.context, 1
+    context[:n], context[n:] = plan.context[order], 1
     entries = block.entries.numpy()
     entries[0, : len(where)], entries[1, : len(blocks)] = where, blocks
 
@@ -111,7 +118,7 @@ class Captured:
     """On the device: what a step sends."""
     logits_RV: Tensor
     chosen: Tensor
-    """[2, R] int64: tokens, ok."""
+    """[2, R] int64: tokens, ok, in the order of the plan's rows."""
     bound: tuple[int, ...]
     """Addresses of the KV, the block table and the last tokens that it was captured over."""
 
@@ -187,15 +194,16 @@ def _capture(m: Machine, device: Donated[Device], size: int, pool: Any) -> tuple
 
 def _step(m: Machine, device: Donated[Device], block: Block, ids: Tensor, chosen: Tensor) -> tuple[Tensor, Device]:
     """What a graph holds: table entries and inputs, forward, sampling, last tokens. Logits, device."""
-    from agentinfer.ops.kernels.step import begin, remember_rows
+    from agentinfer.ops.kernels.step import begin, hand_over
 
     kv, last = device.kv, device.last
     begin(block.entries, kv.table, block.inputs, block.rows, last, ids)
     x = inputs_of(block, kv.table, ids, m.limits.max_model_len)
     logits_RV, kv = decode_step(m, kv, x)
     if m.ops.sample_rows is not None:
-        m.ops.sample_rows(logits_RV, block.params, block.index, chosen[0], chosen[1])
-    remember_rows(chosen[0], block.rows, last)
+        sampled = torch.empty_like(chosen)
+        m.ops.sample_rows(logits_RV, block.params, block.index, sampled[0], sampled[1])
+        hand_over(sampled, block.rows, block.places, last, chosen)
     return logits_RV, Device(kv, last)
 
 
@@ -234,7 +242,7 @@ def replay(
     captured.block.whole.copy_(sent.whole, non_blocking=True)
     captured.graph.replay()
     if len(filtered := needs_filters(plan.sampling, captured.logits_RV.shape[1])):
-        _again(m, captured, device.last, plan, cast(list[int], filtered.tolist()))
+        _again(m, captured, device.last, plan, filtered, sent.places.numpy()[:rows])
     return take_off(plan, captured.chosen), Device(holding(kv, plan.step), device.last)
 
 
@@ -244,10 +252,13 @@ def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCac
     return copy_blocks(kv, plan.copies) if plan.copies else kv
 
 
-def _again(m: Machine, captured: Captured, last: Tensor, plan: Plan, which: list[int]) -> None:
-    """Sample the rows *which* once more, with their filters, over what the graph chose for them."""
-    index = torch.tensor(which)
-    there = index.pin_memory().to(last.device, non_blocking=True)
-    tokens, ok = m.ops.sample(captured.logits_RV.index_select(0, there), subset(plan.sampling, index.numpy()))
-    captured.chosen.index_copy_(1, there, torch.stack((tokens, ok.to(tokens.dtype))))
-    last.index_copy_(0, captured.block.rows.index_select(0, there), tokens.to(last.dtype))
+def _again(m: Machine, captured: Captured, last: Tensor, plan: Plan, which: I64, places: I32) -> None:
+    """Sample the rows *which* of the plan once more, with their filters, over what the graph chose for them. *places*:
+    which row of the plan each of the graph is.
+    """
+    graph_rows = np.empty(len(places), np.int64)
+    graph_rows[places] = np.arange(len(places))
+    there = torch.from_numpy(np.stack((which, graph_rows[which]))).pin_memory().to(last.device, non_blocking=True)
+    tokens, ok = m.ops.sample(captured.logits_RV.index_select(0, there[1]), subset(plan.sampling, which))
+    captured.chosen.index_copy_(1, there[0], torch.stack((tokens, ok.to(tokens.dtype))))
+    last.index_copy_(0, captured.block.rows.index_select(0, there[1]), tokens.to(last.dtype))

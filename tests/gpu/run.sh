@@ -15,7 +15,7 @@
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
 #
 # Reads .dev/py.tar.xz (tools/carry_gpu.sh) and, if there, .dev/site.tar.xz (vLLM as a folder); WITHOUT_VLLM=1 leaves it
-# out. Writes to $OUT: log.txt with everything, and a JSON file a bench. TEST_S, BENCH_S: limits of one step (300, 150).
+# out. Writes to $OUT: log.txt with everything, and a JSON file a bench. TEST_S, BENCH_S: limits of one step (300, 150). TEST_JOBS: tests side by side (8; 0: in turn).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 repo=$PWD
@@ -54,7 +54,7 @@ export VLLM_HOST_IP=127.0.0.1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 # The machine's other pytest plugins warn, and our warnings are errors.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-test_command=(python3 -m pytest -p _hypothesis_pytestplugin -p no:cacheprovider)
+test_command=(python3 -m pytest -p _hypothesis_pytestplugin -p xdist.plugin -n "${TEST_JOBS:-8}" -p no:cacheprovider)
 echo "== unpacked after $(($(date +%s) - begin)) s" | tee -a "$log"
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,14 @@ def _begin(entries, table, inputs, rows, last, ids, num_entries, num_rows, TILE:
 
 
 @triton.jit
-def _remember(tokens, rows, last, num_rows, TILE: tl.constexpr):
+def _hand_over(sampled, rows, places, last, chosen, num_rows, TILE: tl.constexpr):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = i < num_rows
-    tl.store(last + tl.load(rows + i, mask=live, other=0), tl.load(tokens + i, mask=live, other=0), mask=live)
+    token = tl.load(sampled + i, mask=live, other=0)
+    place = tl.load(places + i, mask=live, other=0)
+    tl.store(last + tl.load(rows + i, mask=live, other=0), token, mask=live)
+    tl.store(chosen + place, token, mask=live)
+    tl.store(chosen + num_rows + place, tl.load(sampled + num_rows + i, mask=live, other=0), mask=live)
 
 
 def begin(entries_2D: Tensor, table: Tensor, inputs_R: Tensor, rows_R: Tensor, last: Tensor, ids_R: Tensor) -> None:
@@ -42,6 +46,9 @@ def begin(entries_2D: Tensor, table: Tensor, inputs_R: Tensor, rows_R: Tensor, l
     )
 
 
-def remember_rows(tokens_R: Tensor, rows_R: Tensor, last: Tensor) -> None:
-    """last[rows] = tokens, all int64. Rows are distinct but for the sink's."""
-    _remember[(triton.cdiv(len(tokens_R), TILE),)](tokens_R, rows_R, last, len(tokens_R), TILE)
+def hand_over(sampled_2R: Tensor, rows_R: Tensor, places_R: Tensor, last: Tensor, chosen_2R: Tensor) -> None:
+    """last[rows] = tokens; chosen[:, places] = sampled (tokens, ok). All int64 but *places* (int32, a permutation). Rows
+    are distinct but for the sink's.
+    """
+    count = len(rows_R)
+    _hand_over[(triton.cdiv(count, TILE),)](sampled_2R, rows_R, places_R, last, chosen_2R, count, TILE)

@@ -62,10 +62,16 @@ GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
 
 GEMM: Mapping[tuple[int, int, int, bool], GemmTile] = MappingProxyType(
     {
-        (64, 6144, 4096, False): GemmTile(64, 64, 128, 6, 4, 1),  # Qwen3-8B
-        (64, 4096, 4096, False): GemmTile(64, 64, 128, 4, 4, 2),
-        (64, 12288, 4096, True): GemmTile(64, 64, 128, 4, 4, 1),
+        (32, 6144, 4096, False): GemmTile(32, 64, 256, 4, 4, 1),  # Qwen3-8B: qkv, o, gate and up, down, head
+        (32, 4096, 4096, False): GemmTile(32, 32, 256, 4, 4, 2),
+        (32, 12288, 4096, True): GemmTile(32, 32, 128, 4, 4, 1),
+        (32, 4096, 12288, False): GemmTile(32, 32, 256, 4, 4, 2),
+        (32, 151936, 4096, False): GemmTile(32, 64, 128, 3, 4, 1),
+        (64, 6144, 4096, False): GemmTile(64, 64, 128, 4, 4, 1),
+        (64, 4096, 4096, False): GemmTile(64, 32, 128, 4, 4, 2),
+        (64, 12288, 4096, True): GemmTile(64, 32, 64, 4, 4, 1),
         (64, 4096, 12288, False): GemmTile(64, 64, 128, 4, 4, 2),
+        (64, 151936, 4096, False): GemmTile(64, 128, 128, 4, 8, 1),
         (64, 1024, 2048, False): GemmTile(64, 32, 128, 4, 4, 4),  # Qwen3-0.6B
         (64, 1024, 3072, False): GemmTile(64, 32, 128, 4, 4, 4),
     }
@@ -82,7 +88,7 @@ ATTEND: Sequence[tuple[int, AttendTile]] = (
     (128, AttendTile(4, 64, 2, 2, 256)),
     (192, AttendTile(8, 64, 2, 2, 256)),
     (448, AttendTile(4, 64, 2, 2, 256)),
-    (512, AttendTile(1, 64, 4, 2)),
+    (1024, AttendTile(1, 64, 4, 2)),
 )
 """(most rows times KV heads, tile): the best over contexts of 256, 1,024, 4,096 and of 200 to 2,000 mixed. Beyond,
 nothing is split: there are programs enough."""
@@ -119,11 +125,12 @@ def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmT
         if rows <= most and (most, n, k, gated) in GEMM:
             known = GEMM[most, n, k, gated]
             return known if partial else evolve(known, split=1)
-    width = 64 if n >= 4096 else 32
+    few = rows <= 32
+    width = 64 if n >= 4096 and not (few and gated) else 32
     split = 1
     while partial and split < 8 and -(-n // width) * split < 128 and k >= 512 * split:
         split *= 2
-    return GemmTile(64, width, 128, 4, 4, split)
+    return GemmTile(32 if few else 64, width, 128, 4, 4, split)
 
 
 def attend_tile(rows: int, kv_heads: int) -> AttendTile:
