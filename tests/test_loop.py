@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, field, frozen
 
 from agentinfer.build import Settings
 from agentinfer.errors import AgentInferError, InvalidRequest
@@ -19,6 +21,7 @@ from agentinfer.state.check import violations
 from agentinfer.state.engine import EngineState, digest, initial, tokens_of
 from agentinfer.state.event import Arrived, Event
 from agentinfer.state.history import replay, rewind
+from agentinfer.state.ids import SeqId
 from agentinfer.state.policy import POLICIES, Turn
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
@@ -36,6 +39,23 @@ MARGIN = 1e-3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint."""
     return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@frozen
+class Recording:
+    """Told of each event: a trace so far."""
+
+    events: list[Event] = field(factory=list)
+    digests: list[str] = field(factory=list)
+
+    def __call__(self, event: Event, state: EngineState) -> None:
+        name = digest(state)
+        self.events.append(event)
+        self.digests.append(name)
+
+    def difference(self, engine: Engine) -> int | None:
+        """The first event that replays to another state."""
+        return verify(Trace(engine.machine.limits, "throughput", tuple(self.events), tuple(self.digests)))
 
 
 def small(**changes: object) -> Settings:
@@ -258,6 +278,22 @@ def test_names_are_unique_while_they_live(folder: Path) -> None:
     engine.add(Request((1, 2), GREEDY), name="x")
 
 
+def test_a_name_is_free_once_its_request_is_gone(folder: Path) -> None:
+    """SCH-10: an aborted request holds its name no longer, told or not, nor does one that a rewind has dropped."""
+    engine = open_engine(folder, small())
+    start = engine.world.state
+    aborted = engine.add(Request((1, 2), GREEDY), name="x")
+    engine.step()
+    engine.abort(aborted)
+    second = engine.add(Request((3, 4), GREEDY), name="x")
+    assert [done.reason for done in run(engine, [second])] == ["length"]
+    dropped = engine.add(Request((1, 2), GREEDY), name="x")
+    engine.reset(rewind(start, engine.world.state))
+    third = engine.add(Request((1, 2), GREEDY), name="x")
+    assert third > dropped
+    assert [done.seq for done in run(engine, [third])] == [third]
+
+
 def test_closing_a_stream_gives_everything_back(folder: Path) -> None:
     """A stream that is closed early aborts its request: row and blocks are free after two more steps."""
     engine = open_engine(folder, small())
@@ -352,8 +388,9 @@ def test_outputs_count_every_token_once(folder: Path) -> None:
 def test_an_interrupt_leaves_an_engine_that_goes_on(
     folder: Path, answers: list[tuple[int, ...]], *, overlap: bool
 ) -> None:
-    """A KeyboardInterrupt in the middle of a step loses nothing: stepping on gives the same answers."""
+    """A KeyboardInterrupt in a step loses nothing: the answers are the same, all outputs tell them, a trace agrees."""
     engine = open_engine(folder, small(overlap=overlap, max_num_seqs=4))
+    engine.note = recording = Recording()
     calls = itertools.count()
     forward = engine.machine.model.forward
 
@@ -365,14 +402,191 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(
 
     engine.machine = evolve(engine.machine, model=evolve(engine.machine.model, forward=interrupted))
     seqs = [engine.add(Request(tuple(prompt), GREEDY)) for prompt in PROMPTS]
+    done, told, interrupts = stepped(engine, KeyboardInterrupt)
+    assert interrupts == 4
+    assert [done[seq] for seq in seqs] == [told[seq] for seq in seqs] == answers
+    assert recording.difference(engine) is None
+    assert recording.digests[-1] == digest(engine.world.state)
+
+
+def stepped(
+    engine: Engine, expected: type[BaseException]
+) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]], int]:
+    """Step to the end: what the ends tell, what the outputs' tokens tell, and how often *expected* was raised."""
     done: dict[int, tuple[int, ...]] = {}
-    interrupts = 0
+    told: dict[int, tuple[int, ...]] = {}
+    raised = 0
     while engine.unfinished:
         try:
             output = engine.step()
-        except KeyboardInterrupt:
-            interrupts += 1
+        except expected:
+            raised += 1
             continue
-        done.update({one.seq: one.output for one in output.finished} if output else {})
-    assert interrupts == 4
-    assert [done[seq] for seq in seqs] == answers
+        if output is not None:
+            for seq, token in zip(output.seqs.tolist(), output.tokens.tolist(), strict=True):
+                told[seq] = (*told.get(seq, ()), token)
+            done.update({one.seq: one.output for one in output.finished})
+    return done, told, raised
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("culprit", ["policy", "note"])
+def test_a_policy_or_note_that_raises_loses_nothing(
+    folder: Path, answers: list[tuple[int, ...]], culprit: str, *, overlap: bool
+) -> None:
+    """What a policy or a note raises comes out of step; after it all tokens come, and a trace that was told agrees."""
+    calls, recording = itertools.count(), Recording()
+
+    def moody(name: str, times: set[int]) -> None:
+        if name == culprit and next(calls) in times:
+            raise ZeroDivisionError
+
+    def policy(state: EngineState) -> Iterator[Turn]:
+        moody("policy", {0, 3, 4, 9})
+        return iter(POLICIES["throughput"](state))
+
+    def note(event: Event, state: EngineState) -> None:
+        if not isinstance(event, Arrived):
+            moody("note", {0, 3, 4, 9})
+        recording(event, state)
+
+    engine = open_engine(folder, small(overlap=overlap), policy=policy, note=note)
+    seqs = [engine.add(Request(tuple(prompt), GREEDY)) for prompt in PROMPTS]
+    done, told, raised = stepped(engine, ZeroDivisionError)
+    assert raised == 4
+    assert [done[seq] for seq in seqs] == [told[seq] for seq in seqs] == answers
+    assert recording.difference(engine) is None
+
+
+def test_what_is_not_live_can_not_be_waited_for(folder: Path) -> None:
+    """To wait for an unknown sequence, an ended, a rewound or an awaited one is an error that names it."""
+    engine = open_engine(folder, small())
+    start = engine.world.state
+    ended = engine.add(Request((1, 2), GREEDY))
+    assert [done.seq for done in run(engine, [ended])] == [ended]
+    dropped = engine.add(Request((1, 2), GREEDY))
+    engine.step()
+    engine.reset(rewind(start, engine.world.state))
+    for seq in (SeqId(99), ended, dropped):
+        with pytest.raises(AgentInferError, match=f"sequence {seq} "):
+            next(run(engine, [seq]))
+    live = engine.add(Request((1, 2), GREEDY))
+    pieces = stream(engine, [3, 4], GREEDY)
+    next(pieces)
+    with pytest.raises(AgentInferError, match="sequence 99 "):
+        next(run(engine, [live, SeqId(99)]))
+    with pytest.raises(AgentInferError, match=f"sequence {live + 1} .*waits"):
+        next(run(engine, [SeqId(live + 1)]))
+    engine.reset(rewind(start, engine.world.state))
+    with pytest.raises(AgentInferError, match=f"sequence {live + 1} "):
+        list(pieces)
+
+
+def test_a_run_whose_sequence_is_rewound_away_says_so(folder: Path) -> None:
+    """A run that goes on after a rewind has dropped what it waits for names it, though others go on."""
+    engine = open_engine(folder, small())
+    start = engine.world.state
+    short, long = (engine.add(Request((1, 2), evolve(GREEDY, max_tokens=n))) for n in (1, 9))
+    waiting = run(engine, [short, long])
+    assert next(waiting).seq == short
+    engine.reset(rewind(start, engine.world.state))
+    engine.add(Request((5, 5), GREEDY))
+    with pytest.raises(AgentInferError, match=f"sequence {long} "):
+        next(waiting)
+    assert engine.unfinished
+
+
+def test_who_waits_gets_what_is_theirs(folder: Path, answers: list[tuple[int, ...]]) -> None:
+    """Streams in turns, a generate in the middle of them and a loop of one's own share an engine, and each gets all."""
+    engine = open_engine(folder, small(max_num_seqs=4))
+    own = engine.add(Request(tuple(PROMPTS[0]), GREEDY))
+    aborted = engine.add(Request(tuple(PROMPTS[5]), GREEDY))
+    streams = [stream(engine, prompt, GREEDY) for prompt in PROMPTS[1:4]]
+    heard = [list(next(pieces).token_ids) for pieces in streams]
+    engine.abort(aborted)
+    assert outputs(generate(engine, PROMPTS[3:], GREEDY)) == answers[3:]
+    left = dict(enumerate(streams))
+    while left:
+        for i, pieces in list(left.items()):
+            delta = next(pieces)
+            heard[i] += delta.token_ids
+            if delta.result is not None:
+                assert delta.result.output_ids == tuple(heard[i])
+                del left[i]
+    assert [tuple(tokens) for tokens in heard] == answers[1:4]
+    done, told, _ = stepped(engine, ZeroDivisionError)
+    assert done[own] == told[own] == answers[0]
+    assert aborted in done
+    assert not engine.boxes
+
+
+def test_an_end_that_others_have_stepped_over_is_still_told(folder: Path, answers: list[tuple[int, ...]]) -> None:
+    """A sequence that ended while somebody else drove the engine can be waited for afterwards."""
+    engine = open_engine(folder, small())
+    seq = engine.add(Request(tuple(PROMPTS[0]), evolve(GREEDY, max_tokens=2)))
+    generate(engine, PROMPTS[1:2], GREEDY)
+    (done,) = run(engine, [seq])
+    assert done.output == answers[0][:2]
+
+
+def test_a_stream_that_is_closed_leaves_nothing_kept(folder: Path) -> None:
+    """The end of a closed stream is nobody's: it is not kept, however many there are."""
+    engine = open_engine(folder, small())
+    for _ in range(3):
+        with closing(stream(engine, [1, 2, 3], GREEDY)) as pieces:
+            next(pieces)
+    generate(engine, PROMPTS[:1], GREEDY)
+    assert not engine.kept
+    assert not engine.boxes
+    assert not engine.unfinished
+
+
+def test_seeds_of_a_fork_are_checked_before_anything_happens(folder: Path, answers: list[tuple[int, ...]]) -> None:
+    """A seed that no request could have is an InvalidRequest of fork, and the engine goes on."""
+    engine = open_engine(folder, small())
+    seq = engine.add(Request(tuple(PROMPTS[0]), GREEDY))
+    engine.step()
+    for seeds in ((2**63,), (-5,), (1.5,), ("3",), 5):
+        with pytest.raises(InvalidRequest, match="seeds"):
+            engine.fork(seq, seeds)  # type: ignore[arg-type]
+    assert [done.output for done in run(engine, [seq])] == answers[:1]
+
+
+def test_only_a_state_whose_kv_is_there_can_be_gone_on_from(folder: Path) -> None:
+    """Reset refuses a state of another step, and one in which sequences run; rewind makes one of either."""
+    engine = open_engine(folder, small())
+    idle = engine.world.state
+    seq = engine.add(Request(tuple(PROMPTS[0]), GREEDY))
+    engine.step()
+    engine.step()
+    running = engine.world.state
+    engine.step()
+    for state in (idle, running, engine.world.state):
+        with pytest.raises(AgentInferError, match="rewind"):
+            engine.reset(state)
+    engine.reset(rewind(running, engine.world.state))
+    assert [done.reason for done in run(engine, [seq])] == ["length"]
+
+
+@pytest.mark.parametrize("bad", [7, None])
+def test_a_prompt_of_a_wrong_kind_fails_alone(folder: Path, answers: list[tuple[int, ...]], bad: object) -> None:
+    """What is neither text nor token ids is a refused prompt, and so are parameters that are none; the others go on."""
+    engine = open_engine(folder, small())
+    found = generate(engine, [PROMPTS[0], bad, PROMPTS[1]], GREEDY)  # type: ignore[list-item]
+    assert [r.finish_reason for r in found] == ["length", "rejected", "length"]
+    assert f"prompt: must be text or token ids, not {bad}" in str(found[1].error)
+    assert outputs([found[0], found[2]]) == answers[:2]
+    assert generate(engine, [[1]], [bad])[0].finish_reason == "rejected"  # type: ignore[list-item]
+
+
+def test_a_prompt_that_raises_queues_nothing(folder: Path) -> None:
+    """If a prompt's own iteration raises, no prompt of the call has been queued."""
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ZeroDivisionError
+
+    engine = open_engine(folder, small())
+    with pytest.raises(ZeroDivisionError):
+        generate(engine, [PROMPTS[0], broken()], GREEDY)  # type: ignore[list-item]
+    assert not engine.unfinished

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attrs import define, evolve, field, frozen
@@ -13,10 +14,10 @@ from agentinfer.errors import AgentInferError, InvalidRequest
 from agentinfer.ops.kv import renew
 from agentinfer.state.admit import validate
 from agentinfer.state.commit import commit, flush
-from agentinfer.state.engine import EngineState, has_work, initial
+from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.history import fold
-from agentinfer.state.ids import SeqId, ints
+from agentinfer.state.ids import SeqId, ints, tupled
 from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
@@ -84,21 +85,21 @@ def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[Eng
     return state, output
 
 
-def recovered(world: World) -> World:
-    """*world*, whose device was given to a step that never came back. What was in flight has landed."""
-    state = world.state
+def recovered(world: World, note: Note = silent) -> tuple[World, Output | None]:
+    """*world*, whose device was given to a step that never came back, after what was in flight has landed."""
+    state, output = world.state, None
     if world.flight is not None:
-        state, output = settle(state, world.flight)
-        state = state if output is None else evolve(state, ended=output.finished)
+        state, output = settle(state, world.flight, note)
     kv = renew(world.device.kv, "a step that was interrupted")
-    return World(state, evolve(world.device, kv=kv), None)
+    return World(state, evolve(world.device, kv=kv), None), output
 
 
 @define(eq=False)
 class Engine:
     """The one mutable thing: a machine and the world it works on.
 
-    Three calls make a loop of your own: `add` a request, `step` while `unfinished`, read each step's Output.
+    Three calls make a loop of your own: `add` a request, `step` while `unfinished`, read each step's Output. Streams,
+    `run`, `generate` and such a loop may take turns on one engine: whoever steps, each is given all that is theirs.
     """
 
     machine: Machine
@@ -106,19 +107,25 @@ class Engine:
     text: Text | None
     """The checkpoint's tokenizer and chat template; None: it speaks in token ids only."""
     note: Note = silent
+    """Told of what a step did once it is sure; one that raises is told the same event again."""
     names: dict[str, SeqId] = field(factory=dict[str, SeqId])
-    """Live sequences that clients named themselves."""
+    """Sequences that clients named themselves."""
+    news: deque[tuple[Event, EngineState]] = field(factory=deque[tuple[Event, EngineState]])
+    """What `note` has still to be told."""
+    kept: deque[Output] = field(factory=deque[Output])
+    """What `step` has still to give: of a step that raised, or that somebody took who waited for others."""
+    boxes: dict[SeqId, list[Finished]] = field(factory=dict[SeqId, list[Finished]])
+    """Where the end of a sequence goes for which `run` or `stream` waits."""
 
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting, running or in flight, or its end has not been told yet."""
-        state = self.world.state
-        return has_work(state) or self.world.flight is not None or bool(state.ended)
+        return bool(self.kept) or _busy(self.world)
 
     def add(self, request: Request, name: str | None = None) -> SeqId:
         """Queue *request*. Raises InvalidRequest if it can never be served, or if *name* is that of a live one."""
         validate(self.machine.limits, request)
-        if name is not None and name in self.names:
+        if name is not None and self.names.get(name) in live(self.world.state):
             raise InvalidRequest("request_id", f"{name!r} is in use by a request that has not ended")
         seq = SeqId(self.world.state.next_seq)
         self._hear(Arrived(request))
@@ -131,42 +138,100 @@ class Engine:
         self._hear(Aborted(seq, reason))
 
     def fork(self, seq: SeqId, seeds: Sequence[int | None] = (None,)) -> tuple[SeqId, ...]:
-        """Continue *seq* once more for each of *seeds*. Empty if it is not live any more."""
+        """Continue *seq* once more for each of *seeds*. Empty if it is not live any more.
+
+        Raises InvalidRequest for what SamplingParams would not take as a seed.
+        """
         first = self.world.state.next_seq
-        self._hear(Forked(seq, tuple(seeds)))
+        self._hear(Forked(seq, seeds))
         return tuple(SeqId(child) for child in range(first, self.world.state.next_seq))
 
     def step(self) -> Output | None:
-        """Advance once. Raises AgentInferError if the policy serves nobody although there is work.
+        """Give the first of the outputs that are kept; if there are none, advance once.
 
-        An interrupt (KeyboardInterrupt) leaves an engine that can go on: the interrupted step is planned again.
+        Raises AgentInferError if the policy serves nobody although there is work. What a policy or a note raises, and
+        an interrupt (KeyboardInterrupt), leaves an engine that can go on: the step is planned again, and the tokens of
+        the one before it are kept for the next call.
         """
-        before = self.world
-        try:
-            self.world, output = advance(self.machine, before, note=self.note)
-        except BaseException:
-            self.world = recovered(before)
-            raise
-        if output is None and self.world.flight is None and has_work(self.world.state) and before.flight is None:
-            raise AgentInferError("nothing is running and the policy admits none of those that wait")
-        if output is not None and self.names:
-            over = {done.seq for done in output.finished}
-            self.names = {name: seq for name, seq in self.names.items() if seq not in over}
-        return output
+        _tell(self)
+        if not self.kept:
+            _turn(self)
+        return self.kept.popleft() if self.kept else None
 
     def reset(self, state: EngineState) -> None:
-        """Go on from *state*, an earlier one made current by `rewind`, say. What is in flight lands into nothing.
+        """Go on from *state*, which is `rewind(old, engine.world.state)`. What is in flight lands into nothing.
 
-        A trace can not say this: begin another one.
+        Raises AgentInferError for a state whose KV may not be what the device holds: of another step than the present,
+        or one in which sequences run. A trace can not say this: begin another one.
         """
-        if self.world.flight is not None:
-            settle(self.world.state, self.world.flight)
-        self.world = World(state, self.world.device, None)
+        now = self.world
+        if state.step != now.state.step or len(state.order):
+            raise AgentInferError(
+                f"a state of step {state.step}, {len(state.order)} sequences running, does not fit the device's KV at "
+                f"step {now.state.step}: give rewind(state, engine.world.state)"
+            )
+        if now.flight is not None:
+            settle(now.state, now.flight)
+        self.world = World(state, now.device, None)
+        self.kept.clear()
+        left = live(state)
+        self.boxes = {seq: box for seq, box in self.boxes.items() if seq in left}
 
     def _hear(self, event: Event) -> None:
         state = fold(self.world.state, (event,))
         self.world = evolve(self.world, state=state)
-        self.note(event, state)
+        self.news.append((event, state))
+        _tell(self)
+
+
+def _busy(world: World) -> bool:
+    """Whether stepping can still bring something."""
+    return has_work(world.state) or world.flight is not None or bool(world.state.ended)
+
+
+def _turn(engine: Engine) -> bool:
+    """Advance once. What came of it goes to the boxes, and behind the outputs that are kept: see `_keep`."""
+    before = engine.world
+
+    def note(event: Event, state: EngineState) -> None:
+        engine.news.append((event, state))
+
+    try:
+        engine.world, output = advance(engine.machine, before, note=note)
+    except BaseException:
+        engine.news.clear()  # of a step that never was
+        engine.world, output = recovered(before, note)
+        _keep(engine, output)
+        _tell(engine)
+        raise
+    awaited = _keep(engine, output)
+    _tell(engine)
+    if output is None and engine.world.flight is None and has_work(engine.world.state) and before.flight is None:
+        raise AgentInferError("nothing is running and the policy admits none of those that wait")
+    return awaited
+
+
+def _keep(engine: Engine, output: Output | None) -> bool:
+    """Keep *output* for `step`, put its ends where they are waited for. Whether all that is in it is waited for."""
+    if output is None:
+        return False
+    boxes = engine.boxes.keys()
+    awaited = bool(boxes) and boxes >= {*ints(output.seqs), *(done.seq for done in output.finished)}
+    for done in output.finished:
+        box = engine.boxes.pop(done.seq, None)
+        if box is not None:
+            box.append(done)
+    if engine.names:
+        over = {done.seq for done in output.finished}
+        engine.names = {name: seq for name, seq in engine.names.items() if seq not in over}
+    engine.kept.append(output)
+    return awaited
+
+
+def _tell(engine: Engine) -> None:
+    while engine.news:
+        engine.note(*engine.news[0])
+        engine.news.popleft()
 
 
 def open_engine(
@@ -221,14 +286,18 @@ def generate(
     if len(each) != len(prompts):
         raise ValueError(f"{len(each)} SamplingParams for {len(prompts)} prompts")
     results: dict[int, Result] = {}
-    places: dict[SeqId, int] = {}
+    asked: dict[int, Request] = {}
     for i, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
         ids: tuple[int, ...] = ()
         try:
             ids = token_ids(engine.text, prompt)
-            places[engine.add(Request(ids, chosen))] = i
+            request = Request(ids, chosen)
+            validate(engine.machine.limits, request)
         except InvalidRequest as error:
             results[i] = Result(i, ids, (), None, "rejected", 0, str(error))
+        else:
+            asked[i] = request
+    places = {engine.add(request): i for i, request in asked.items()}
     with _bar(len(places), progress) as bar:
         for done in run(engine, places):
             results[places[done.seq]] = result_of(engine.text, done, places[done.seq])
@@ -237,18 +306,48 @@ def generate(
 
 
 def run(engine: Engine, seqs: Iterable[SeqId]) -> Iterator[Finished]:
-    """Step until all of *seqs* have ended, giving each as it ends; what is left is aborted if the caller stops."""
-    left = set(seqs)
+    """Step until all of *seqs* have ended, giving each as it ends; what is left is aborted if the caller stops.
+
+    Raises AgentInferError naming a sequence that is not live, or for which somebody waits already.
+    """
+    left = dict.fromkeys(seqs)
+    box = _box_of(engine, left)
     try:
         while left:
-            output = engine.step()
-            for done in output.finished if output is not None else ():
-                if done.seq in left:
-                    left.discard(done.seq)
-                    yield done
+            if not box:
+                _drive(engine, left)
+                continue
+            done = box.pop(0)
+            del left[done.seq]
+            yield done
     finally:
         for seq in left:
             engine.abort(seq, "the caller stopped listening")
+
+
+def _box_of(engine: Engine, seqs: Collection[SeqId]) -> list[Finished]:
+    """The list to which the ends of *seqs* come, whoever steps. Raises AgentInferError if one will not come there."""
+    state = engine.world.state
+    box = [done for output in engine.kept for done in output.finished if done.seq in seqs]
+    told = {done.seq for done in box}
+    coming = {*live(state), *(done.seq for done in state.ended), *told}
+    for seq in seqs:
+        if seq not in coming:
+            raise AgentInferError(f"sequence {seq} is not live: it was never given out, rewound, or its end was told")
+        if seq in engine.boxes:
+            raise AgentInferError(f"sequence {seq} is one that somebody waits for already")
+    engine.boxes |= {seq: box for seq in seqs if seq not in told}
+    return box
+
+
+def _drive(engine: Engine, left: Collection[SeqId]) -> None:
+    """Advance once for who waits for *left*. What it gives that nobody waits for is kept for `step`."""
+    first = next(iter(left))
+    if first not in engine.boxes or not _busy(engine.world):
+        raise AgentInferError(f"sequence {first} is not live any more: no end of it will come")
+    _tell(engine)
+    if _turn(engine):
+        engine.kept.pop()
 
 
 @frozen
@@ -266,34 +365,43 @@ def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingPara
 
     Raises InvalidRequest at the first piece if the prompt is refused.
     """
-    seq = engine.add(Request(token_ids(engine.text, prompt), params))
-    decoder, live = new_decoder(), True
+    request = Request(token_ids(engine.text, prompt), params)
+    seq = engine.add(request)
+    box, seen = _box_of(engine, (seq,)), len(request.prompt)
+    decoder, done = new_decoder(), None
     try:
-        while live:
-            output = engine.step()
-            if output is None:
+        while done is None:
+            done = box.pop() if box else None
+            tokens = done.tokens[seen:] if done is not None else _tokens_since(engine.world.state, seq, seen)
+            if not tokens and done is None:
+                _drive(engine, (seq,))
                 continue
-            done = next((one for one in output.finished if one.seq == seq), None)
-            tokens = tuple(
-                token for one, token in zip(ints(output.seqs), ints(output.tokens), strict=True) if one == seq
-            )
-            live = done is None
+            seen += len(tokens)
             piece = ""
             shown = tokens[:-1] if done is not None and done.reason == "stop" else tokens
             if engine.text is not None:
                 decoder, piece = feed(engine.text, decoder, shown)
                 piece += flush_text(engine.text, decoder) if done is not None else ""
-            if tokens or done is not None:
-                yield Delta(piece, tokens, None if done is None else result_of(engine.text, done, 0))
+            yield Delta(piece, tokens, None if done is None else result_of(engine.text, done, 0))
     finally:
-        if live:
+        if done is None:
             engine.abort(seq, "the caller stopped listening")
 
 
+def _tokens_since(state: EngineState, seq: SeqId, first: int) -> tuple[int, ...]:
+    try:
+        return tokens_of(state, seq, first)
+    except KeyError:  # its end is on the way
+        return ()
+
+
 def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:
-    """The prompt as token ids. Raises InvalidRequest if it is text and there is no tokenizer."""
+    """The prompt as token ids. Raises InvalidRequest if it is neither, or text where there is no tokenizer."""
     if not isinstance(prompt, str):
-        return tuple(prompt)
+        ids = tupled(prompt)
+        if type(ids) is not tuple:
+            raise InvalidRequest("prompt", f"must be text or token ids, not {prompt!r}")
+        return ids
     if text is None:
         raise InvalidRequest("prompt", "is text, but the checkpoint has no tokenizer; give token ids")
     return encode(text, prompt)

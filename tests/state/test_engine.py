@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 
 from agentinfer.state.columns import FIELDS
-from agentinfer.state.engine import digest, has_work, initial, status, tokens_of
+from agentinfer.state.engine import digest, has_work, initial, live, status, tokens_of
 from agentinfer.state.ids import BlockId, Row, SeqId
 from agentinfer.state.log import Queue
 from engines import Hand, limits, request
@@ -27,6 +27,19 @@ def test_a_status_is_derived() -> None:
     with pytest.raises(KeyError):
         tokens_of(hand.state, seq)
     assert not has_work(hand.state)
+
+
+def test_the_tokens_from_a_position_on() -> None:
+    """From every position the tokens of a waiting or running sequence are the rest of all of them; both are live."""
+    hand = Hand.of(limits(max_num_seqs=1), request(6, 9), request(5, 2))
+    for _ in range(6):
+        for seq in (SeqId(0), SeqId(1)):
+            every = tokens_of(hand.state, seq)
+            assert [tokens_of(hand.state, seq, i) for i in range(20)] == [every[i:] for i in range(20)]
+        assert live(hand.state) == {0, 1}
+        hand.step()
+    hand.run()
+    assert not live(hand.state)
 
 
 def test_columns_are_read_only() -> None:

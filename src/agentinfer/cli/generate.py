@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(recorder: Recorder) -> NoReturn:
-    """An interrupt may come in the middle of a step: what the engine would still note of it does not follow."""
+    """An interrupt may come in the middle of a line: none may follow it."""
     recorder.stop()
     raise KeyboardInterrupt
 

@@ -88,21 +88,30 @@ def find_waiting(state: EngineState, seq: SeqId) -> Waiting | None:
     return None
 
 
-def known_tokens(run: Running, known: int, tail: I32) -> tuple[int, ...]:
-    """All tokens of *run* whose value is known. *tail* is Columns.tail."""
-    full = [token for block in run.tokens for token in block]
-    return (*full, *ints(tail[run.row, : known - len(full)]))
+def live(state: EngineState) -> set[SeqId]:
+    """The sequences that wait or run."""
+    running = (run.seq for run in state.rows if run is not None)
+    return {*running, *(waiting.seq for waiting in (*state.requeued, *state.waiting))}
 
 
-def tokens_of(state: EngineState, seq: SeqId) -> tuple[int, ...]:
-    """Prompt and output so far of a live sequence. Raises KeyError if *seq* is not waiting or running."""
+def known_tokens(run: Running, known: int, tail: I32, first: int = 0) -> tuple[int, ...]:
+    """All tokens of *run* whose value is known, from position *first* on. *tail* is Columns.tail."""
+    size, full = tail.shape[1], len(run.tokens)
+    skipped = min(first // size, full)
+    found = [token for block in run.tokens[skipped:] for token in block]
+    found += ints(tail[run.row, : known - full * size])
+    return tuple(found[first - skipped * size :])
+
+
+def tokens_of(state: EngineState, seq: SeqId, first: int = 0) -> tuple[int, ...]:
+    """Prompt and output so far of a live sequence, from position *first* on. Raises KeyError if *seq* is not live."""
     run = find_running(state, seq)
     if run is not None:
-        return known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
+        return known_tokens(run, int(state.cols.known[run.row]), state.cols.tail, first)
     waiting = find_waiting(state, seq)
     if waiting is None:
         raise KeyError(seq)
-    return waiting.tokens
+    return waiting.tokens[first:]
 
 
 def status(state: EngineState, seq: SeqId) -> Status:
