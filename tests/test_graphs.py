@@ -98,17 +98,8 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     assert block.entries.shape == (2, num_entries(size))
     assert block.entries[:, :2].tolist() == [[7, 3], [11, 12]]
     assert not block.entries[:, 2:].any()
-    pieces = [
-        block.positions,
-        block.slots,
-        block.rows,
-        block.context,
-        block.inputs,
-        block.index,
-        block.params,
-        block.places,
-    ]
-    assert sum(x.numel() * x.itemsize for x in (*pieces, block.entries)) == whole.numel() * 4
+    pieces = [getattr(block, field.name) for field in fields(Block) if field.name != "whole"]
+    assert sum(x.numel() * x.itemsize for x in pieces) == whole.numel() * 4
 
 
 def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -250,3 +252,32 @@ def test_forks_and_preemption_share_a_device(tiny_folder: Folder) -> None:
     assert done[seq] == want[0]
     for child in children:
         assert done[child] == want[0]
+
+
+COMPILES = """
+import random, sys
+import triton
+from agentinfer.build import Settings
+from agentinfer.loop import generate, open_engine
+from agentinfer.state.request import SamplingParams
+settings = Settings(device="cuda", num_blocks=600, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=1024, seed=0)
+engine = open_engine(sys.argv[1], settings)
+late = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **told: late.append(told["fn"].name)
+draw = random.Random(1)
+for count in (1, 3, 40):
+    prompts = [[draw.randrange(1000) for _ in range(draw.randrange(1, 400))] for _ in range(count)]
+    for temperature, top_p in ((0.0, 1.0), (0.7, 1.0), (0.7, 0.9)):
+        generate(engine, prompts, SamplingParams(max_tokens=20, temperature=temperature, top_p=top_p), progress=False)
+print("late", sorted(set(late)))
+"""
+
+
+@pytest.mark.parametrize("ops", ["triton", "auto"])
+def test_nothing_is_compiled_after_the_start(tiny_folder: Folder, ops: str) -> None:
+    """A new process compiles every kernel before its first request: chunks, mixes, odd sizes and filters bring none."""
+    script = COMPILES.replace("seed=0)", f'seed=0, ops="{ops}")')
+    command = [sys.executable, "-c", script, str(tiny_folder("qwen3", "bfloat16"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "late []" in done.stdout, done.stdout

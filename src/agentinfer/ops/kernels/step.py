@@ -47,8 +47,8 @@ def begin(entries_2D: Tensor, table: Tensor, inputs_R: Tensor, rows_R: Tensor, l
 
 
 def hand_over(sampled_2R: Tensor, rows_R: Tensor, places_R: Tensor, last: Tensor, chosen_2R: Tensor) -> None:
-    """last[rows] = tokens; chosen[:, places] = sampled (tokens, ok). All int64 but *places* (int32, a permutation). Rows
-    are distinct but for the sink's.
+    """last[rows] = tokens; chosen[:, places] = sampled (tokens, ok). All int64 but *places* (int32, a permutation).
+    Rows are distinct but for the sink's.
     """
     count = len(rows_R)
     _hand_over[(triton.cdiv(count, TILE),)](sampled_2R, rows_R, places_R, last, chosen_2R, count, TILE)
