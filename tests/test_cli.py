@@ -289,6 +289,8 @@ def test_prompts_come_from_standard_input(call: Call, model: Path, monkeypatch: 
         ('{"prompt_ids": "1,2"}', "prompt_ids must be a list"),
         ('{"prompt": "a", "prompt": "b"}', "given twice"),
         ('{"prompt_ids": [NaN]}', "NaN is no JSON"),
+        ('{"prompt_ids": [1e999]}', "1e999 is no number that can be held"),
+        ('{"prompt_ids": [2, -1e999]}', "-1e999 is no number that can be held"),
         ("[" * 100_000, "no valid JSON"),
     ],
 )
@@ -333,6 +335,9 @@ def test_a_malformed_line_is_wrong_usage(call: Call, model: Path, tmp_path: Path
         ("generate MODEL --prompt-ids 1 --dtype int4", "--dtype: invalid choice: 'int4'"),
         ("generate MODEL --prompt-ids 1 --device tpu", "--device: 'tpu' is no device"),
         ("generate MODEL --prompt-ids 1 --num-blocks -3", "--num-blocks: must be an integer of at least 1"),
+        ("generate MODEL --prompt-ids 1 --num-blocks 99999999999999999999", "--num-blocks: must be an integer in [1, "),
+        ("generate MODEL --prompt-ids 1 --max-num-seqs 99999999999999999999", "--max-num-seqs: must be an integer in"),
+        ("generate MODEL --prompt-ids 1 --kv-gib 1e300", "--kv-gib: must be in (0, 1e+06]"),
         ("generate MODEL --prompt-ids 1 --kv-utilization 1.1", "--kv-utilization: must be a number in (0, 1]"),
         ("generate MODEL --prompt-ids 1 --reserve-gib -1", "--reserve-gib: must be a number in [0, "),
         ("generate MODEL --prompt-ids 1 --kv-gib 0", "--kv-gib: must be a number in (0, "),
@@ -342,6 +347,7 @@ def test_a_malformed_line_is_wrong_usage(call: Call, model: Path, tmp_path: Path
         ("generate MODEL --prompt-ids 1 --frob", "unrecognized arguments: --frob"),
         ("generate MODEL --prompt-ids 1 --max-tok 3", "unrecognized arguments: --max-tok 3"),
         ("plan MODEL --memory-gib 0", "--memory-gib: must be a number in (0, "),
+        ("plan MODEL --memory-gib 1e300", "--memory-gib: must be in (0, 1e+06], not 1e+300"),
         ("plan MODEL --tp 3", "--tp: 3 ranks can not share 4 heads"),
         ("chat MODEL --num-blocks 64", "has no tokenizer, so it can not chat"),
         ("replay /no/such/trace", "/no/such/trace: No such file"),
@@ -352,6 +358,21 @@ def test_wrong_usage_is_one_line(call: Call, model: Path, argv: str, words: str)
     status, out, err = call(*(model if x == "MODEL" else x for x in argv.split()))
     assert (status, out) == (2, "")
     assert words in one_line(err)
+
+
+@pytest.mark.parametrize("error", [ValueError, OverflowError, TypeError])
+def test_whatever_opening_raises_is_one_line(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """An error that nobody foresaw while a model is opened is one line too, with its kind."""
+
+    def fail(*_: object) -> None:
+        raise error("out of the blue")
+
+    monkeypatch.setattr("agentinfer.loop.build", fail)
+    status, out, err = call("generate", model, "--prompt-ids", "1")
+    assert (status, out) == (2, "")
+    assert f"{error.__name__}: out of the blue" in one_line(err)
 
 
 def damaged(folder: Path, name: str, content: bytes | None) -> Path:
@@ -452,6 +473,14 @@ def test_warnings_wait_until_the_model_is_open(call: Call, tmp_path: Path) -> No
     assert err == "" or "lm_head.weight" in one_line(err)
 
 
+def test_a_warning_is_said_once(call: Call, tmp_path: Path) -> None:
+    """What reading the config warns of is one line, however often it is read."""
+    folder = write_tiny(tmp_path / "model", torch_dtype="bfloat16")
+    status, _, err = call("generate", folder, "--prompt-ids", "1", *SMALL, "--max-tokens", 1, "--json")
+    assert status == 0
+    assert "dtype wins" in one_line(err)
+
+
 # --- record and replay ---------------------------------------------------------------------------------------------
 
 
@@ -524,6 +553,17 @@ def edit_lines(path: Path, edit: Callable[[list[str]], list[str]]) -> None:
         (lambda lines: [*lines, '{"event": "Stepped"}'], "digest"),
         (lambda lines: [*lines, '{"event": "Landed", "step": 0, "tokens": [], "digest": ""}'], "not in flight"),
         (lambda lines: [*lines, '{"event": "Landed", "digest": ""}'], "not an event"),
+        (lambda lines: [lines[0].replace('"num_blocks": 64', f'"num_blocks": {10**11}'), *lines[1:]], "num_blocks"),
+        (lambda lines: [lines[0].replace('"num_blocks": 64', f'"num_blocks": {10**30}'), *lines[1:]], "num_blocks"),
+        (
+            lambda lines: [re.sub(r'("event": "Landed".*"tokens": \[)', rf"\g<1>{2**40}, ", x) for x in lines],
+            "Overflow",
+        ),
+        (lambda lines: [x.replace('"salt": null', '"salt": 5') for x in lines], "salt: must be a str, not 5"),
+        (
+            lambda lines: [*lines, '{"event": "Forked", "seq": 0, "seeds": [1.5], "digest": ""}'],
+            "seeds: item 0",
+        ),
     ],
 )
 def test_a_damaged_trace_is_one_line(
@@ -701,6 +741,43 @@ def test_a_record_that_can_not_be_written_is_one_line(call: Call, model: Path) -
     status, _, err = call("generate", model, "--prompt-ids", "1", *SMALL, "--max-tokens", 2, "--record", "/dev/full")
     assert status == 1
     assert "--record: /dev/full: No space left" in one_line(err)
+
+
+def test_help_that_can_not_be_written_is_one_line() -> None:
+    """`--help` to a full disk is exit status 1 and one line."""
+    with Path("/dev/full").open("w") as full:
+        process = python("--help", stdout=full)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "No space left" in one_line(err)
+
+
+def test_closed_standard_streams_are_no_traceback(model: Path) -> None:
+    """Without a standard output nothing is done, with one line; without a standard error all is done, silently."""
+    argv = f"{sys.executable} -m agentinfer generate {model} --prompt-ids 1 --num-blocks 64 --max-tokens 2 --json"
+    for closed, expected in ((">&-", (1, "", "agentinfer: standard output is closed\n")), ("2>&-", (0, "{", ""))):
+        env = {**os.environ, "PYTHONPATH": str(sources.SRC), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            ["bash", "-c", f"{argv} {closed}"], env=env, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert (done.returncode, done.stdout[:1], done.stderr) == expected
+
+
+def test_an_interrupt_while_the_program_loads_is_no_traceback() -> None:
+    """SIGINT while the command line itself is still being imported gives exit status 130."""
+    code = """
+import signal, sys
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "agentinfer.cli.flags":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Slow())
+from agentinfer.cli import main
+sys.exit(main(["--help"]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(sources.SRC)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_error_ends_the_process_with_its_status(model: Path) -> None:

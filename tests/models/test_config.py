@@ -130,6 +130,14 @@ def test_bad_numbers(tmp_path: Path, name: str, bad: object) -> None:
         ),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta: must be"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2}}, "beta_fast"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 10**9}},
+            "original_max_position_embeddings: 1000000000 is more than max_position_embeddings 40960",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1e9, "original_max_position_embeddings": 32768}},
+            r"factor: 1e\+09 times original_max_position_embeddings 32768 is more than 67108864 positions",
+        ),
         ({"use_sliding_window": True}, "sliding_window: missing"),
         ({"use_sliding_window": True, "sliding_window": None}, "sliding_window: must be"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: must be"),

@@ -7,6 +7,17 @@ interrupted; 141 nobody read the output to its end.
 
 from __future__ import annotations
 
-from agentinfer.cli.entry import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+INTERRUPTED = 130
+"""As a shell reports a program that SIGINT ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: see `entry.main`. An interrupt is an exit status, while the rest is still imported too."""
+    try:
+        from agentinfer.cli import entry
+
+        return entry.main(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED

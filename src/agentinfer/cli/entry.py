@@ -12,8 +12,6 @@ from agentinfer.cli.flags import make_parser
 from agentinfer.cli.usage import Broken, Usage, complain
 from agentinfer.errors import AgentInferError
 
-INTERRUPTED = 130
-"""As a shell reports a program that SIGINT ended."""
 UNREAD = 141
 """As a shell reports a program that SIGPIPE ended."""
 
@@ -23,11 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit(0) after `--help` and `--version`, as argparse does; no other exception for what a user can cause.
     """
+    if sys.stderr is None:  # closed by who started this process
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        complain("standard output is closed")
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that can not show a character shows another
     try:
-        status = run(make_parser().parse_args(argv))
-        sys.stdout.flush()
+        try:
+            return run(make_parser().parse_args(argv))
+        finally:  # after --help, too
+            sys.stdout.flush()
     except Usage as error:
         complain(error)
         return 2
@@ -37,13 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence()
         return UNREAD
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except (AgentInferError, OSError) as error:  # the engine can not go on, or standard output is full
         complain(error)
         _silence()
         return 1
-    return status
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,10 @@ MODEL = "a model folder, the id of a model on the Hugging Face hub, or 'demo'"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mutable, as argparse makes it. Its errors are one line."""
+    """Mutable, as argparse makes it. Its errors are one line, and a help that can not be written is an error."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (sys.stderr if file is None else file).write(message)
 
     def error(self, message: str) -> NoReturn:
         raise Usage(f"{self.prog.removeprefix('agentinfer').strip() or 'usage'}: {line(message)} (see --help)")
@@ -269,6 +273,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of an equal beginning")
     group.add_argument("--no-overlap", action="store_true", help="plan a step only after the one before it has landed")
     group.add_argument("--eager", action="store_true", help="capture no graphs")
+    group.add_argument("--compile", action="store_true", help="compile the layers (torch.compile), once for all")
     group.add_argument(
         "--ops", metavar="NAME", default="auto", help="who computes: auto, or a provider that `env` lists"
     )

@@ -55,6 +55,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         overlap=not args.no_overlap,
         ops=args.ops,
         eager=args.eager,
+        compile=args.compile,
         dummy_weights=args.dummy_weights,
     )
 
@@ -93,13 +94,12 @@ def one_line(args: argparse.Namespace) -> Generator[None]:
             yield
     except InvalidSetting as error:
         raise Usage(flagged(args, error)) from error
-    except (AgentInferError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory
+    except (AgentInferError, OSError, MemoryError, RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         kind = "" if isinstance(error, AgentInferError) else f"{type(error).__name__}: "
         raise Usage(f"{args.model}: {kind}{line(error)}") from error
     finally:
         logger.removeHandler(held)
-    for record in held.buffer:
-        if record.levelno >= logging.WARNING:
-            complain(record.getMessage())
-    for warning in warned:
-        complain(f"{warning.category.__name__}: {warning.message}")
+    said = [record.getMessage() for record in held.buffer if record.levelno >= logging.WARNING]
+    said += [f"{warning.category.__name__}: {warning.message}" for warning in warned]
+    for words in dict.fromkeys(said):  # a config is read more than once
+        complain(words)

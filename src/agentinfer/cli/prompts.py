@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_file(name: str) -> list[Prompt]:
 def read_line(line: str, where: str) -> Prompt:
     """The prompt of one line. Raises Usage."""
     try:
-        found: object = json.loads(line, object_pairs_hook=_object, parse_constant=_constant)
+        found: object = json.loads(line, object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise Usage(f"{where}: no valid JSON: {error}") from error
     if not isinstance(found, dict):
@@ -63,6 +64,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name is given twice")
     return found
+
+
+def _number(given: str) -> float:
+    value = float(given)
+    if math.isinf(value):  # JSON could not be printed with it
+        raise ValueError(f"{given} is no number that can be held")
+    return value
 
 
 def _constant(name: str) -> NoReturn:

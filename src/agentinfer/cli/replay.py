@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     began = perf_counter()
     try:
         differs = verify(trace)
-    except (AgentInferError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (AgentInferError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
         raise Usage(f"{args.file}: can not be lived through: {type(error).__name__}: {error}") from error
     seconds = perf_counter() - began
     if args.json:

@@ -17,7 +17,7 @@ from attrs import frozen
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.fields import Fields
 from agentinfer.models.folder import read_json, read_json_if_there
-from agentinfer.models.rope_fields import RopeDefaults, longest, read_rope
+from agentinfer.models.rope_fields import MOST_POSITIONS, RopeDefaults, longest, read_rope
 from agentinfer.ops.rope import RopeSpec
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 _MOST_LAYERS = 10_000
-_MOST_POSITIONS = 2**26
 _LARGEST_TP_NAMED = 8  # ranks of one host: what an error lists
 
 
@@ -95,7 +94,7 @@ def read_dense(raw: Mapping[str, Any], folder: Path) -> DenseConfig:
     hidden_size, vocab_size = f.integer("hidden_size"), f.integer("vocab_size")
     num_kv_heads = _kv_heads(f, num_heads, may_be_missing=architecture.startswith("Llama"))
     head_dim = _head_dim(f, hidden_size, num_heads)
-    max_positions = f.integer("max_position_embeddings", most=_MOST_POSITIONS)
+    max_positions = f.integer("max_position_embeddings", most=MOST_POSITIONS)
     rope = read_rope(f, RopeDefaults(1e6 if "VL" in architecture else 1e4, head_dim, max_positions))
     attention_bias = f.flag("attention_bias") and not qwen2
     return DenseConfig(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from attrs import frozen
 
@@ -17,6 +17,8 @@ from agentinfer.ops.rope import RopeSpec
 
 _log = logging.getLogger(__name__)
 
+MOST_POSITIONS: Final = 2**26
+"""Of a model: what is more is a mistake, and its table of angles would not fit."""
 _EVERYWHERE = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 _USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -120,8 +122,16 @@ def _spec(s: Fields, kind: Kind, theta: float, d: RopeDefaults) -> RopeSpec:
             low_freq_factor=low,
             high_freq_factor=high,
         )
-    stated = "original_max_position_embeddings" in s.raw
-    factor = s.number("factor", d.max_positions / original if stated else None)
+    return _yarn(s, theta, d, original)
+
+
+def _yarn(s: Fields, theta: float, d: RopeDefaults, original: int) -> RopeSpec:
+    name = "original_max_position_embeddings"
+    factor = s.number("factor", d.max_positions / original if name in s.raw else None)
+    if original > d.max_positions:
+        raise s.fault(name, f"{original} is more than max_position_embeddings {d.max_positions}")
+    if original * factor > MOST_POSITIONS:
+        raise s.fault("factor", f"{factor:g} times {name} {original} is more than {MOST_POSITIONS} positions")
     explicit = s.number("attention_factor") if s.raw.get("attention_factor") is not None else None
     fast, slow = s.number("beta_fast", 32.0), s.number("beta_slow", 1.0)
     if fast < slow:
@@ -129,7 +139,7 @@ def _spec(s: Fields, kind: Kind, theta: float, d: RopeDefaults) -> RopeSpec:
     return RopeSpec(
         theta=theta,
         dim=d.dim,
-        kind=kind,
+        kind="yarn",
         factor=factor,
         original_max_position=original,
         beta_fast=fast,

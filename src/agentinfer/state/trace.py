@@ -59,7 +59,7 @@ def decode_event(data: Mapping[str, Any]) -> Event:
         if kind in (Aborted, Forked, Stepped, Landed, Failed):
             return kind(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise AgentInferError(f"not an event: {data!r} ({error})") from error
+        raise AgentInferError(f"not an event {data['event']}: {error!r}") from error
     raise AgentInferError(f"unknown event {data.get('event')!r}")
 
 
