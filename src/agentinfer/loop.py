@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+import numpy as np
 from attrs import define, evolve, field, frozen
 
 from agentinfer.build import Settings, build
@@ -17,7 +19,7 @@ from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.history import fold
-from agentinfer.state.ids import SeqId, ints, tupled
+from agentinfer.state.ids import SeqId, ints, seal, tupled
 from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
@@ -113,7 +115,7 @@ class Engine:
     news: deque[tuple[Event, EngineState]] = field(factory=deque[tuple[Event, EngineState]])
     """What `note` has still to be told."""
     kept: deque[Output] = field(factory=deque[Output])
-    """What `step` has still to give: of a step that raised, or that somebody took who waited for others."""
+    """What `step` has still to give: of a step that raised, or of sequences that whoever stepped did not wait for."""
     boxes: dict[SeqId, list[Finished]] = field(factory=dict[SeqId, list[Finished]])
     """Where the end of a sequence goes for which `run` or `stream` waits."""
 
@@ -154,9 +156,11 @@ class Engine:
         the one before it are kept for the next call.
         """
         _tell(self)
-        if not self.kept:
-            _turn(self)
-        return self.kept.popleft() if self.kept else None
+        if self.kept:
+            return self.kept.popleft()
+        output = _turn(self)
+        self.kept.clear()  # of this very output
+        return output
 
     def reset(self, state: EngineState) -> None:
         """Go on from *state*, which is `rewind(old, engine.world.state)`. What is in flight lands into nothing.
@@ -189,8 +193,8 @@ def _busy(world: World) -> bool:
     return has_work(world.state) or world.flight is not None or bool(world.state.ended)
 
 
-def _turn(engine: Engine) -> bool:
-    """Advance once. What came of it goes to the boxes, and behind the outputs that are kept: see `_keep`."""
+def _turn(engine: Engine) -> Output | None:
+    """Advance once. Ends go where they are waited for, and what nobody waits for is kept, too."""
     before = engine.world
 
     def note(event: Event, state: EngineState) -> None:
@@ -204,19 +208,19 @@ def _turn(engine: Engine) -> bool:
         _keep(engine, output)
         _tell(engine)
         raise
-    awaited = _keep(engine, output)
+    _keep(engine, output)
     _tell(engine)
     if output is None and engine.world.flight is None and has_work(engine.world.state) and before.flight is None:
         raise AgentInferError("nothing is running and the policy admits none of those that wait")
-    return awaited
+    return output
 
 
-def _keep(engine: Engine, output: Output | None) -> bool:
-    """Keep *output* for `step`, put its ends where they are waited for. Whether all that is in it is waited for."""
+def _keep(engine: Engine, output: Output | None) -> None:
     if output is None:
-        return False
-    boxes = engine.boxes.keys()
-    awaited = bool(boxes) and boxes >= {*ints(output.seqs), *(done.seq for done in output.finished)}
+        return
+    rest = _without(output, engine.boxes.keys()) if engine.boxes else output
+    if rest is not None:
+        engine.kept.append(rest)
     for done in output.finished:
         box = engine.boxes.pop(done.seq, None)
         if box is not None:
@@ -224,8 +228,16 @@ def _keep(engine: Engine, output: Output | None) -> bool:
     if engine.names:
         over = {done.seq for done in output.finished}
         engine.names = {name: seq for name, seq in engine.names.items() if seq not in over}
-    engine.kept.append(output)
-    return awaited
+
+
+def _without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
+    """What *output* says of others than *seqs*; None: nothing."""
+    if seqs >= {*ints(output.seqs), *(done.seq for done in output.finished)}:
+        return None
+    others = np.array([seq not in seqs for seq in ints(output.seqs)], np.bool_)
+    rest, tokens = output.seqs[others], output.tokens[others]
+    seal(rest, tokens)
+    return Output(output.step, rest, tokens, tuple(done for done in output.finished if done.seq not in seqs))
 
 
 def _tell(engine: Engine) -> None:
@@ -337,17 +349,18 @@ def _box_of(engine: Engine, seqs: Collection[SeqId]) -> list[Finished]:
         if seq in engine.boxes:
             raise AgentInferError(f"sequence {seq} is one that somebody waits for already")
     engine.boxes |= {seq: box for seq in seqs if seq not in told}
+    claimed = frozenset(seqs)
+    engine.kept = deque(rest for output in engine.kept if (rest := _without(output, claimed)) is not None)
     return box
 
 
 def _drive(engine: Engine, left: Collection[SeqId]) -> None:
-    """Advance once for who waits for *left*. What it gives that nobody waits for is kept for `step`."""
+    """Advance once for who waits for *left*."""
     first = next(iter(left))
     if first not in engine.boxes or not _busy(engine.world):
         raise AgentInferError(f"sequence {first} is not live any more: no end of it will come")
     _tell(engine)
-    if _turn(engine):
-        engine.kept.pop()
+    _turn(engine)
 
 
 @frozen
