@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -16,8 +19,9 @@ from attrs import Attribute, evolve, field, frozen
 from agentinfer.errors import InvalidSetting
 from agentinfer.graphs import bucket_sizes, capture, replaying
 from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype, weight_sizes
-from agentinfer.ops.choose import choose
+from agentinfer.ops.choose import choose, choose_traced
 from agentinfer.ops.comm import Ranks, alone
+from agentinfer.ops.compiled import compiled_layer
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_blocks_that_fit, renew
 from agentinfer.ops.provide import Ops
@@ -87,6 +91,8 @@ class Settings:
     """Who computes: the name of a provider (agentinfer env lists them); "auto": the best one that is there."""
     eager: bool = field(default=False, validator=instance(bool))
     """No captured graphs."""
+    compile: bool = field(default=False, validator=instance(bool))
+    """Layers are one function that torch.compile made, in captured graphs and out of them."""
     dummy_weights: bool = field(default=False, validator=instance(bool))
     """Weights drawn at random, of a folder that need hold nothing but config.json."""
     seed: int | None = field(default=None, validator=integer(0, 2**63 - 1, optional=True))
@@ -121,7 +127,8 @@ def _build(
     limits = _limits(chosen, settings, eos_ids, layouts, _memory(settings, device))
     if ops is None:
         heads = chosen.heads(chosen.config, ranks.tp.size)
-        ops, _ = choose(settings.ops, device, layouts[0].dtype, heads, settings.block_size)
+        site = (settings.ops, device, layouts[0].dtype, heads, settings.block_size)
+        ops = choose_traced(*site) if settings.compile else choose(*site)[0]
     load = dummy_model if settings.dummy_weights else load_model
     model, weights = load(folder, chosen.dtype, ranks, limits.max_model_len)
     machine = Machine(
@@ -134,6 +141,9 @@ def _build(
         overlap=settings.overlap,
     )
     _done("weights", device)
+    if settings.compile:
+        machine = compiled(machine, layouts)
+        _done("compile", device)
     capturing = device.type == "cuda" and not settings.eager and ops.sample_rows is not None
     if device.type == "cuda":  # now it shows what is left
         taken = working_memory(machine, layouts, graphs=capturing)
@@ -153,6 +163,32 @@ def _done(phase: str, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _log.info("%s: done", phase, extra={"phase": phase})
+
+
+def compiled(m: Machine, layouts: tuple[KvLayout, ...], backend: Any = "inductor") -> Machine:
+    """*m*, whose layers are one function compiled by *backend* (of torch.compile): for one position and for several, so
+    that no step compiles anything later.
+
+    Raises InvalidSetting if it can not be compiled, or not run.
+    """
+    if m.ops.traced is None:
+        raise InvalidSetting("compile", f"{m.ops.name}: torch.compile can not trace these ops whole")
+    heads = m.model.heads(m.model.config, m.ranks.tp.size)
+    wrap = partial(compiled_layer, traced=m.ops.traced, shape=heads, backend=backend)
+    m = evolve(m, model=evolve(m.model, forward=m.model.forward_through(wrap)))
+    placed = new_device(evolve(m.limits, num_blocks=2, max_num_seqs=2), layouts, m.ranks.device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's of itself
+            warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)  # float32 is float32 here
+            for rows in (2, 1):
+                placed = _try_step(m, placed, 0, [1] * rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        why = shorten(f"{type(error).__name__}: {error}", 400)
+        raise InvalidSetting("compile", f"torch.compile failed: {why}") from error
+    return m
 
 
 def new_device(limits: Limits, layouts: tuple[KvLayout, ...], device: torch.device) -> Device:
@@ -195,9 +231,16 @@ def trial_steps(limits: Limits) -> list[tuple[int, list[int]]]:
     later = size if limits.max_model_len > size else 0
     chunk = min(limits.max_model_len - later, max(1, budget - most + 1))
     mixed = [chunk, *[1] * min(most - 1, budget - chunk)]
-    odd = min(longest, limits.max_model_len - later, 77)
-    small = [odd, 1, 1][: min(most, max(1, budget - odd + 1))]
-    return [(0, few), (0, many), (later, mixed), (0, small), (later, small), (later, [min(odd, 5)])]
+    room = min(longest, limits.max_model_len - later)
+    largest = [(0, few), (0, many), (later, mixed)]
+    return [*largest, *((start, _rows(count, 3, most, room)) for count in (1, 5, 18, 40, 77) for start in (0, later))]
+
+
+def _rows(count: int, rows: int, most: int, room: int) -> list[int]:
+    """*count* positions, at most *room*, in *rows* rows or fewer: all but one have a single one."""
+    count = min(count, room)
+    rows = min(rows, most, count)
+    return [count - rows + 1, *[1] * (rows - 1)]
 
 
 def _try_step(m: Machine, placed: Donated[Device], start: int, counts: list[int]) -> Device:

@@ -19,15 +19,16 @@ def small(fill: float = 0.0) -> KvCache:
     return kvs.allocate([kvs.gqa(4, 2, 3, torch.float32)] * 2, 6, 3, 5, CPU, fill)
 
 
-def test_memory_has_a_sink_block_and_row_on_top_and_one_tensor_a_layer() -> None:
-    """num_blocks and rows count usable ones; k and v of a layer are views of one tensor."""
+def test_memory_has_a_sink_block_and_row_on_top_and_whole_tensors() -> None:
+    """num_blocks and rows count usable ones; k and v of a layer each begin a storage of their own."""
     kv = small()
     assert kv.layers[0].k.shape == (7, 4, 2, 3)
     assert kv.table.shape == (4, 5)
     assert kv.table.dtype == torch.int32
     layer = kv.layers[1]
     assert layer.v is not None
-    assert layer.k.untyped_storage().data_ptr() == layer.v.untyped_storage().data_ptr()
+    assert layer.k.untyped_storage().data_ptr() != layer.v.untyped_storage().data_ptr()
+    assert layer.k.storage_offset() == layer.v.storage_offset() == 0
     assert layer.layer == 1
     assert kv.step == -1
     assert not kv.layers[0].k.any()

@@ -7,7 +7,8 @@ local qkv width, F local feed-forward width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -16,10 +17,11 @@ from torch import Tensor
 from agentinfer.models.config import DenseConfig, check_tp
 from agentinfer.models.weights import Spec
 from agentinfer.ops.attention import HeadShape
-from agentinfer.ops.comm import Ranks
+from agentinfer.ops.comm import Group, Ranks
+from agentinfer.ops.compiled import Layer
 from agentinfer.ops.inputs import Inputs
-from agentinfer.ops.kv import Donated, KvCache, KvLayout, gqa
-from agentinfer.ops.provide import Ops
+from agentinfer.ops.kv import Donated, KvCache, KvLayout, LayerKv, gqa
+from agentinfer.ops.provide import Ops, Stream
 from agentinfer.ops.rope import cos_sin
 
 A = TypeVar("A")
@@ -182,23 +184,53 @@ def ready(c: DenseConfig, w: PackedDense[Tensor], max_positions: int) -> Dense:
     return Dense(w.embed, w.layers, w.norm, head, cos_sin(c.rope, max_positions, w.embed.device))
 
 
-def forward(
-    c: DenseConfig, w: Dense, ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs
-) -> tuple[Tensor, KvCache]:
-    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's keys and values. *Donates* kv.
+@frozen(eq=False)
+class Shared:
+    """What all layers of a forward pass have in common."""
+
+    ops: Ops
+    tp: Group
+    heads: HeadShape
+    eps: float
+    scale: float
+    cos_sin: Tensor
+    """[max_positions, H] float32."""
+
+
+def layer(s: Shared, w: PackedLayer[Tensor], window: int | None, kv: LayerKv, x: Inputs, stream: Stream) -> Stream:
+    """One layer of the model. Writes the keys and values of this step to *kv*.
 
     **Source**: the Qwen2, Qwen3 and Llama modeling files of transformers 5.
     """
+    ops, tp, eps = s.ops, s.tp, s.eps
+    qkv_TX, stream = ops.norm_qkv(stream, w.attn_norm, w.qkv, w.qkv_bias, eps)
+    attn_TX = ops.attend(qkv_TX, kv, x, s.heads, s.cos_sin, w.q_norm, w.k_norm, eps, s.scale, window)
+    stream = ops.out_add(attn_TX, w.o, w.o_bias, stream, tp)
+    act_TF, stream = ops.norm_gate_up(stream, w.ffn_norm, w.gate_up, w.gate_up_bias, eps)
+    return ops.down_add(act_TF, w.down, w.down_bias, stream, tp)
+
+
+def forward(
+    c: DenseConfig, w: Dense, ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs, run: Layer = layer
+) -> tuple[Tensor, KvCache]:
+    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's keys and values. *Donates* kv.
+
+    *run*: `layer`, or what was made of it.
+    """
     kv = kv.consume("forward")
-    tp, eps, heads = ranks.tp, c.norm_eps, local_heads(c, ranks.tp.size)
+    tp = ranks.tp
+    shared = Shared(ops, tp, local_heads(c, tp.size), c.norm_eps, c.scale, w.cos_sin)
     stream = ops.embed(x.ids, w.embed, tp)
-    for layer, cache, window in zip(w.layers, kv.layers, c.windows, strict=True):
-        qkv_TX, stream = ops.norm_qkv(stream, layer.attn_norm, layer.qkv, layer.qkv_bias, eps)
-        attn_TX = ops.attend(qkv_TX, cache, x, heads, w.cos_sin, layer.q_norm, layer.k_norm, eps, c.scale, window)
-        stream = ops.out_add(attn_TX, layer.o, layer.o_bias, stream, tp)
-        act_TF, stream = ops.norm_gate_up(stream, layer.ffn_norm, layer.gate_up, layer.gate_up_bias, eps)
-        stream = ops.down_add(act_TF, layer.down, layer.down_bias, stream, tp)
-    return ops.norm_head(stream, x.samples, w.norm, w.head, eps, tp, c.vocab_size), kv
+    for weights, cache, window in zip(w.layers, kv.layers, c.windows, strict=True):
+        stream = run(shared, weights, window, cache, x, stream)
+    return ops.norm_head(stream, x.samples, w.norm, w.head, c.norm_eps, tp, c.vocab_size), kv
+
+
+def forward_through(
+    wrap: Callable[[Layer], Layer],
+) -> Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]:
+    """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
+    return partial(forward, run=wrap(layer))
 
 
 def local_heads(c: DenseConfig, tp: int) -> HeadShape:

@@ -34,6 +34,7 @@ from agentinfer.models.weights import (
 )
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Ranks
+from agentinfer.ops.compiled import Layer
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import Donated, KvCache, KvLayout
 from agentinfer.ops.provide import Ops
@@ -98,6 +99,8 @@ class Model:
     ready: Callable[[Any, Any, int], Any]
     """(config, packed tree of Tensor, max positions) -> what forward takes as weights."""
     forward: Forward
+    forward_through: Callable[[Callable[[Layer], Layer]], Forward]
+    """(wrap) -> a forward whose layers are run by what *wrap* makes of the model's layer function."""
     kv_layouts: Callable[[Any, int, int, torch.dtype], tuple[KvLayout, ...]]
     """(config, tp, block size, dtype) -> one a layer."""
     heads: Callable[[Any, int], HeadShape]
@@ -139,6 +142,7 @@ def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
         pack=dense.pack,
         ready=dense.ready,
         forward=dense.forward,
+        forward_through=dense.forward_through,
         kv_layouts=dense.kv_layouts,
         heads=dense.local_heads,
         rename=dense.rename,

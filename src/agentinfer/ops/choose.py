@@ -184,7 +184,7 @@ MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
 
 def calls() -> tuple[str, ...]:
     """The names of what Ops has."""
-    return tuple(field.name for field in attrs.fields(Ops) if field.name not in ("name", "primitives"))
+    return tuple(field.name for field in attrs.fields(Ops) if field.name not in ("name", "primitives", "traced"))
 
 
 def choose(
@@ -251,3 +251,26 @@ def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
 
 def _with_fa3(ops: Ops) -> Any:
     return import_module("agentinfer.ops.vllm_ops").with_fa3(ops)
+
+
+def choose_traced(name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int) -> Ops:
+    """Ops that torch.compile can trace whole: plain torch, but for attention, which is the provider's called *name*.
+
+    "auto": as `choose`. Raises InvalidSetting as `choose` does, and naming `compile` for a provider whose attention is
+    no operator.
+    """
+    return traced_on(name, Site.of(device, dtype, shape, block_size))
+
+
+def traced_on(name: str, site: Site) -> Ops:
+    """`choose_traced` on a site."""
+    ops, why = chosen(name, site)
+    if ops.name == "reference":
+        if site.device.type != "cpu":
+            raise InvalidSetting("compile", f"the reference's attention waits for the host. {why['attend']}")
+        return import_module("agentinfer.ops.custom").opaque_ops()
+    if ops.name not in ("triton", "vllm"):
+        raise InvalidSetting("compile", f"the attention of {ops.name} is no operator: take ops auto, triton or vllm")
+    fa3 = name == "vllm" or (name == AUTO and "FlashAttention-3 for several" in why["attend"])
+    traced = import_module("agentinfer.ops.custom_gpu").opaque_gpu_ops(fa3=fa3)
+    return attrs.evolve(traced, sample=ops.sample, sample_rows=ops.sample_rows)

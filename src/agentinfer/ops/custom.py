@@ -20,9 +20,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.ops import attention, linear, norm, provide, rope
+from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs, tables_of
 from agentinfer.ops.kv import LayerKv
+from agentinfer.ops.provide import Traced
 
 
 @torch.library.custom_op("agentinfer::rms_norm", mutates_args=())
@@ -133,9 +135,15 @@ def _write_kv(k: Tensor, v: Tensor, kv: LayerKv, slots: Tensor) -> None:
     write_kv(k, v, kv.k, attention.values_of(kv), slots)
 
 
-def _paged_attention(q: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:
-    table = tables_of(x, kv.layout.block_size)
-    return paged_attention(q, kv.k, attention.values_of(kv), table, x.cu_seqlens_q, x.context, scale, window or 0)
+def _traced(x: Inputs, kv: LayerKv, shape: HeadShape) -> Traced:
+    del shape
+    return Traced(x.positions, x.slots, (tables_of(x, kv.layout.block_size), x.cu_seqlens_q, x.context))
+
+
+def _paged_attention(q: Tensor, kv: LayerKv, x: Inputs | Traced, scale: float, window: int | None) -> Tensor:
+    rows = x.rows if isinstance(x, Traced) else (tables_of(x, kv.layout.block_size), x.cu_seqlens_q, x.context)
+    table, ends, context = rows
+    return paged_attention(q, kv.k, attention.values_of(kv), table, ends, context, scale, window or 0)
 
 
 def opaque_ops() -> provide.Ops:
@@ -149,7 +157,7 @@ def opaque_ops() -> provide.Ops:
         paged_attention=_paged_attention,
         linear=linear.linear,
     )
-    return provide.composed("opaque", primitives)
+    return evolve(provide.uniform(provide.composed("opaque", primitives)), traced=_traced)
 
 
 @frozen(eq=False)

@@ -58,7 +58,7 @@ def mla(block_size: int, kv_lora_rank: int, qk_rope_head_dim: int, dtype: torch.
 
 @frozen(eq=False)
 class LayerKv:
-    """The handle of one layer: views of the pool, [N + 1, B, H, D] each. `v` is None for mla."""
+    """The handle of one layer: its tensors of the pool, [N + 1, B, H, D] each. `v` is None for mla."""
 
     layer: int
     layout: KvLayout
@@ -139,9 +139,10 @@ def allocate(
     """
     layers: list[LayerKv] = []
     for layer, layout in enumerate(layouts):
-        shape = (layout.planes, num_blocks + 1, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        memory = _memory(shape, layout.dtype, device, fill)
-        layers.append(LayerKv(layer, layout, memory[0], memory[1] if layout.planes > 1 else None))
+        shape = (num_blocks + 1, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        # Not views of one tensor: inductor clones what begins inside of a storage before an operator may write to it.
+        planes = [_memory(shape, layout.dtype, device, fill) for _ in range(layout.planes)]
+        layers.append(LayerKv(layer, layout, planes[0], planes[1] if layout.planes > 1 else None))
     table = torch.zeros((num_rows + 1, max_blocks_per_seq), dtype=torch.int32, device=device)
     return KvCache(tuple(layers), table, step=-1, epoch=0, lease=Lease())
 

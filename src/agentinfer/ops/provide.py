@@ -10,9 +10,10 @@ query / KV heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.ops import attention, linear, norm, rope, sample
@@ -22,16 +23,32 @@ from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.sample import Sample, SampleRows
 
-__all__ = ["HeadShape", "Ops", "Primitives", "Stream", "composed", "reference"]
+__all__ = ["HeadShape", "Ops", "Primitives", "Stream", "Traced", "composed", "reference", "uniform"]
 
 
-@frozen(eq=False)
-class Stream:
-    """What travels between the calls of a layer. Opaque to models: only Ops of the maker that made it look inside."""
+class Stream(NamedTuple):
+    """What travels between the calls of a layer. Opaque to models: only Ops of the maker that made it look inside.
+
+    A tuple, because torch.compile traces how a tuple is made, and not how an attrs record is.
+    """
 
     residual_TD: Tensor
     pending_TD: Tensor | None
     """To be added to the residual by the next norm call."""
+
+
+@frozen(eq=False)
+class Traced:
+    """A step as tensors alone: what compiled attention takes in place of Inputs. Made once a step, outside of what is
+    compiled, so that nothing in it makes one step another case than the last.
+    """
+
+    positions: Tensor
+    """[T] int64."""
+    slots: Tensor
+    """[T] int64."""
+    rows: tuple[Tensor, ...]
+    """What the attention operator of these ops reads of the rows, in its own order. Not for a compiler to look at."""
 
 
 @frozen(eq=False)
@@ -86,6 +103,8 @@ class Ops:
     """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool."""
     sample_rows: SampleRows | None = None
     """Sampling that a graph can capture; None: these ops wait for the host, so no graph can be made of them."""
+    traced: Callable[[Inputs, LayerKv, HeadShape], Traced] | None = None
+    """What attend takes in place of Inputs where it is compiled; None: torch.compile can not trace these ops whole."""
 
 
 def _embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
@@ -150,6 +169,16 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
         norm_head=norm_head,
         primitives=p,
     )
+
+
+def uniform(ops: Ops) -> Ops:
+    """*ops* whose first layer has something pending (zeros), as all others have: one compilation serves them all."""
+
+    def embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
+        residual, pending = ops.embed(ids_T, weight_VD, group)
+        return Stream(residual, torch.zeros_like(residual) if pending is None else pending)
+
+    return evolve(ops, embed=embed)
 
 
 def split_heads(qkv_TX: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:

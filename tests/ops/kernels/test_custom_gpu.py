@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attrs import astuple
-from torch import Tensor
+from attrs import astuple, evolve
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import tiny
+from agentinfer.models.model import Model, kv_layout, load_model
 from agentinfer.ops import attention, custom_gpu, provide, vllm_ops
 from agentinfer.ops.attention import HeadShape, values_of
+from agentinfer.ops.comm import alone
+from agentinfer.ops.compiled import compiled_layer
+from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.kv import allocate
+from agentinfer.ops.provide import Ops
+from agentinfer.ops.ragged import work_of
 from ops.ragged import EPS, SCALE, Case, case
 
 SHAPE = HeadShape(6, 2, 64)
@@ -21,25 +31,33 @@ def step() -> Case:
     return case([1, 20, 3], [40, 20, 30], SHAPE, 16)
 
 
-def arguments(x: Case, q: Tensor, window: int) -> tuple[Any, ...]:
-    """Of attend_work."""
-    rows = custom_gpu.rows_of(x.x, SHAPE, torch.float32, 16, fa3=False)
-    work = rows.work
-    assert work is not None
-    return (q, x.layer.k, values_of(x.layer), rows.table, work.chunks, list(astuple(work.chunk)), work.singles,
-            list(astuple(work.single)), SCALE, window)  # fmt: skip
+def caches(x: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies without NaN, which opcheck would take for a difference."""
+    return x.layer.k.nan_to_num(0.5), values_of(x.layer).nan_to_num(0.5)
 
 
 def test_opcheck(step: Case) -> None:
     """Schemas, fake kernels and aliasing are right: the write mutates the two caches and nothing else."""
-    k, v = (plane.nan_to_num(0.5) for plane in (step.layer.k, values_of(step.layer)))
+    k, v = caches(step)
     args = (step.qkv, k, v, step.x.positions, step.x.slots, 6, step.table, step.q_norm, step.k_norm, EPS)
     torch.library.opcheck(custom_gpu.qk_rope_write_op, args)
     torch.library.opcheck(custom_gpu.qk_rope_write_op, (*args[:7], None, None, EPS))
-    q = torch.zeros(len(step.qkv), 6, 64)
+    q, work = torch.zeros(len(step.qkv), 6, 64), work_of(step.x, SHAPE, torch.float32, 16)
+    sizes = (list(astuple(work.chunk)), list(astuple(work.single)))
     for window in (0, 9):
-        _, *rest = arguments(step, q, window)
-        torch.library.opcheck(custom_gpu.attend_work, (q, k, v, *rest[2:]))
+        tiles = (work.chunks, sizes[0], work.singles, sizes[1])
+        torch.library.opcheck(custom_gpu.attend_work, (q, k, v, step.x.table, *tiles, SCALE, window))
+
+
+@pytest.mark.parametrize("counts", [[1, 20, 3], [1, 1, 1]])
+def test_opcheck_of_a_whole_step(counts: list[int]) -> None:
+    """So are those of attention of any step, by tiles and by the decode kernel, which leaves its counters at 0."""
+    step = case(counts, [40, 20, 30], SHAPE, 16)
+    k, v = caches(step)
+    made = custom_gpu.traced_step(step.x, step.layer, SHAPE, fa3=False)
+    args = (step.qkv, k, v, made.positions, made.slots, *made.rows, 6, step.table, step.q_norm, step.k_norm, EPS, SCALE)
+    for window in (0, 9):
+        torch.library.opcheck(custom_gpu.attend_step, (*args, window))
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -64,15 +82,46 @@ def test_the_operators_attend_as_the_reference(
     torch.testing.assert_close(cache.k[1:], wanted.k[1:], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_attention_is_one_graph_of_operators(step: Case) -> None:
-    """torch.compile traces attend_opaque whole, and its result is the eager one."""
-    rows = custom_gpu.rows_of(step.x, SHAPE, torch.float32, 16, fa3=False)
+class Run:
+    """A model over KV of its own, 4 rows of 3 blocks."""
 
-    def layer(qkv: Tensor) -> Tensor:
-        return custom_gpu.attend_opaque(
-            qkv * 2, step.layer, rows, SHAPE, step.table, step.q_norm, step.k_norm, EPS, SCALE, None
-        ) + 1  # fmt: skip
+    def __init__(self, model: Model, weights: Any, ops: Ops) -> None:
+        self.model, self.weights, self.ops = model, weights, ops
+        self.kv = allocate(kv_layout(model, 1, 16), 12, 4, 3, torch.device("cpu"))
 
-    want = layer(step.qkv)
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(step.qkv)
-    torch.testing.assert_close(got, want)
+    def step(self, counts: list[int], start: list[int]) -> torch.Tensor:
+        """Logits of all positions."""
+        blocks = [list(range(1 + 3 * i, 4 + 3 * i)) for i in range(len(counts))]
+        x, kv = by_hand(self.kv, [list(range(at, at + n)) for at, n in zip(start, counts, strict=True)], start, blocks,
+                        every=True)  # fmt: skip
+        logits, self.kv = self.model.forward(self.model.config, self.weights, self.ops, alone(), kv, x)
+        return logits
+
+
+def test_layers_over_these_operators_compile_twice(tmp_path: Path) -> None:
+    """Prompts by tiles of both kinds and decodes by their kernel are one case to the compiler: one compilation for one
+    position, one for several, and the numbers of the same ops run eagerly.
+    """
+    config = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model, weights = load_model(tiny.write_tiny(tmp_path, **config), None, alone())
+    counter, ops = CompileCounterWithBackend("aot_eager"), custom_gpu.opaque_gpu_ops(fa3=False)
+    assert ops.traced is not None
+    wrap = partial(compiled_layer, traced=ops.traced, shape=model.heads(model.config, 1), backend=counter)
+    runs = [
+        Run(evolve(model, forward=model.forward_through(wrap)), weights, ops),
+        Run(model, weights, ops),
+        Run(model, weights, provide.reference()),
+    ]
+    steps = [
+        ([17], [0]),
+        ([1], [17]),
+        ([1, 3, 20], [18, 0, 0]),
+        ([1, 1], [19, 3]),
+        ([2], [20]),
+        ([1, 1, 1], [22, 4, 20]),
+    ]
+    for counts, start in steps:
+        mine, eager, want = (run.step(counts, start) for run in runs)
+        assert torch.equal(mine, eager)
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 2
