@@ -260,7 +260,8 @@ import triton
 from agentinfer.build import Settings
 from agentinfer.loop import generate, open_engine
 from agentinfer.state.request import SamplingParams
-settings = Settings(device="cuda", num_blocks=600, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=1024, seed=0)
+sizes = {"num_blocks": 600, "max_num_seqs": 24, "max_num_batched_tokens": 256, "max_model_len": 1024}
+settings = Settings(device="cuda", **sizes, seed=0)
 engine = open_engine(sys.argv[1], settings)
 late = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **told: late.append(told["fn"].name)

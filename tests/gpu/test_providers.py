@@ -43,6 +43,8 @@ STEPS = {
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Of a key that is normed and rotated: one unit in the last place."""
+ROUNDINGS = {"vllm": 2}
+"""Its norm rounds before its rope does."""
 NAMES = ("triton", "auto", "fa3", "vllm", "flash-attn", "torch")
 
 
@@ -75,9 +77,9 @@ def wanted(x: Case, window: int | None) -> tuple[Tensor, LayerKv]:
     return evolve(x, layer=layer, qkv=x.qkv.float(), **norms).attend(provide.attend_reference, window)
 
 
-def check(x: Case, op: Attend, window: int | None) -> None:
-    """The result within the tolerance of its dtype, every key within one unit in the last place, nothing else
-    written.
+def check(x: Case, op: Attend, window: int | None, *, roundings: int = 1) -> None:
+    """The result within the tolerance of its dtype, every key within one unit in the last place for each rounding on
+    its way, nothing else written.
     """
     dtype = x.qkv.dtype
     got, cache_ = x.attend(op, window)
@@ -86,7 +88,7 @@ def check(x: Case, op: Attend, window: int | None) -> None:
     for mine, theirs in ((cache_.k, wanted_.k), (values_of(cache_), values_of(wanted_))):
         assert torch.equal(mine[1:].isnan(), theirs[1:].isnan())
         torch.testing.assert_close(
-            mine[1:].float(), theirs[1:], rtol=2 * ROUNDED[dtype], atol=ROUNDED[dtype], equal_nan=True
+            mine[1:].float(), theirs[1:], rtol=2 * ROUNDED[dtype], atol=roundings * ROUNDED[dtype], equal_nan=True
         )
 
 
@@ -105,7 +107,7 @@ def test_attention(name: str, dtype: torch.dtype, heads: str, block_size: int) -
     for step in STEPS.values():
         for window, norm in ((None, True), (100, False), (1, True)):
             x = case(*step, HEADS[heads], block_size, dtype=dtype, device="cuda", norm=norm)
-            check(x, ops.attend, window)
+            check(x, ops.attend, window, roundings=ROUNDINGS.get(name, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -114,8 +116,9 @@ def test_a_long_prompt(name: str, dtype: torch.dtype) -> None:
     """8,192 positions at once, and their last 2,048 as a chunk over a cached prefix."""
     shape = HeadShape(4, 1, 128)
     ops = provider(name, dtype, shape, 16)
-    check(case([8192], [8192], shape, 16, dtype=dtype, device="cuda"), ops.attend, None)
-    check(case([2048, 1], [8192, 8000], shape, 16, dtype=dtype, device="cuda"), ops.attend, None)
+    for lengths in (([8192], [8192]), ([2048, 1], [8192, 8000])):
+        x = case(*lengths, shape, 16, dtype=dtype, device="cuda")
+        check(x, ops.attend, None, roundings=ROUNDINGS.get(name, 1))
 
 
 def test_a_pool_of_more_numbers_than_32_bits_count() -> None:
@@ -145,10 +148,10 @@ def test_a_pool_of_more_numbers_than_32_bits_count() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_rows_change_no_other(name: str) -> None:
     """The rows of a step are what they are without three rows of padding over a sink of NaN."""
-    shape = HEADS["Qwen3-0.6B"]
-    ops = provider(name, torch.bfloat16, shape, 256)
+    shape, size = HEADS["Qwen3-0.6B"], 256 if name in ("flash-attn", "torch") else 64
+    ops = provider(name, torch.bfloat16, shape, size)
     for lengths in (STEPS["mixed"], STEPS["decode"]):
-        plain, padded = (case(*lengths, shape, 256, dtype=torch.bfloat16, device="cuda", padding=n) for n in (0, 3))
+        plain, padded = (case(*lengths, shape, size, dtype=torch.bfloat16, device="cuda", padding=n) for n in (0, 3))
         padded = evolve(padded, qkv=torch.cat((plain.qkv, padded.qkv[len(plain.qkv) :])), layer=plain.layer,
                         q_norm=plain.q_norm, k_norm=plain.k_norm)  # fmt: skip
         want, _ = plain.attend(ops.attend)

@@ -69,12 +69,19 @@ def test_every_provider_can_be_asked_for(everything: dict[str, Any]) -> None:
     gets Triton's sampling.
     """
     for name in choose.RULES:
-        ops, why = choose.chosen(name, evolve(HOPPER, block_size=256))
+        ops, why = choose.chosen(name, evolve(HOPPER, block_size=64 if name == "vllm" else 256))
         assert ops.name == name
         assert ops.attend is everything[name].attend
         assert why["sample"].startswith("triton" if name != "reference" else "reference")
         assert tuple(why) == choose.calls()
         assert why["attend"] == f"{name}: asked for"
+
+
+def test_blocks_that_flash_attention_3_reads_whole_are_refused(everything: object) -> None:
+    """vllm takes blocks of up to 64 tokens: of larger ones it reads what lies behind the last key."""
+    del everything
+    assert choose.refusal("vllm", evolve(HOPPER, block_size=64)) is None
+    assert "128" in (choose.refusal("vllm", evolve(HOPPER, block_size=128)) or "")
 
 
 def test_auto(everything: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,16 +156,18 @@ def upload(
     wide: Sequence[npt.NDArray[Any]], narrow: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Put int64 columns *wide* and int32 columns *narrow* on *device* in one block, with one copy; views of it, in the
-    same order.
+    same order, each at a multiple of 16 bytes: kernels are compiled for aligned vectors only.
     """
-    longs, ints_ = [len(x) for x in wide], [len(x) for x in narrow]
-    block = np.empty(2 * sum(longs) + sum(ints_), np.int32)
-    edge = 2 * sum(longs)
-    np.concatenate(wide, out=block[:edge].view(np.int64), casting="same_kind")
-    np.concatenate(narrow, out=block[edge:], casting="same_kind")
+    columns = [(x, 2) for x in wide] + [(x, 1) for x in narrow]
+    edges = np.cumsum([0, *(cdiv(len(x) * words, 4) * 4 for x, words in columns)])
+    block = np.empty(int(edges[-1]), np.int32)
+    spans = [(int(at), int(at) + len(x) * words) for at, (x, words) in zip(edges, columns, strict=False)]
+    for (x, words), (at, end) in zip(columns, spans, strict=True):
+        (block[at:end].view(np.int64) if words == 2 else block[at:end])[:] = x
     host = torch.from_numpy(block)
     there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-    return list(torch.split(there[:edge].view(torch.int64), longs)), list(torch.split(there[edge:], ints_))
+    views = [there[at:end] for at, end in spans]
+    return [view.view(torch.int64) for view in views[: len(wide)]], views[len(wide) :]
 
 
 def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCache]:
