@@ -43,14 +43,14 @@ def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
 def test_phases_that_the_builder_logs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record of the package's loggers with `phase` ends that phase."""
+    """A record of the package's loggers with `phase` ends that phase; what comes after the last is the engine's."""
     folder, opened = write_tiny(tmp_path / "model"), start.open_engine
 
     def told(*given: object):
-        logging.getLogger("agentinfer.build").info("loaded", extra={"phase": "weights"})
+        engine = opened(*given)
         logging.getLogger("agentinfer.build").info("nothing ends here")
         time.sleep(0.02)
-        return opened(*given)
+        return engine
 
     monkeypatch.setattr(start, "open_engine", told)
     logger = logging.getLogger("agentinfer")
@@ -62,6 +62,7 @@ def test_phases_that_the_builder_logs(
         logger.setLevel(level)
         logger.handlers = handlers
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["interpreter", "imports", "weights", "engine", "first_token", "total"]
+    phases = ["interpreter", "imports", "weights", "kv", "capture", "engine", "first_token", "total"]
+    assert list(found) == phases
     assert found["interpreter"] == 1.0
     assert found["engine"] >= 0.02
