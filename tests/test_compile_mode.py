@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agentinfer.ops.provide import Ops, reference
 from agentinfer.state.request import SamplingParams
 from tiny import write_tiny
 
+COMPILERS = [pytest.param("inductor", marks=pytest.mark.slow)] if shutil.which("c++") or shutil.which("g++") else []
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 PROMPTS = [[first] * (3 * i + 1) + [7, 8, 9] for i, first in enumerate((2, 2, 5, 5, 5, 6, 8, 8))]
 SMALL = Settings(num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64, seed=0)
@@ -62,11 +64,12 @@ def test_tokens_are_eager_tokens_and_nothing_is_compiled_after_the_start(folder:
     assert counter.frame_count == 2
 
 
-def test_the_setting_compiles_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", *COMPILERS])
+def test_the_setting_compiles_the_machine(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings(compile=True) opens an engine over ops that can be traced, compiled at its start; it is off unless asked
     for.
     """
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     monkeypatch.setattr(build, "compiled", partial(compiled, backend=counter))
     assert open_engine(folder, SMALL).machine.ops.name == "reference"
     assert counter.frame_count == 0

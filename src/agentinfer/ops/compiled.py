@@ -32,7 +32,7 @@ def compiled_layer(
     *traced*: of the ops that the layer is called with; *shape*: the heads of this rank; *backend*: torch.compile's.
     Calls raise what torch.compile raises, when a kind of layer first meets one position, or several.
     """
-    run = torch.compile(own(layer), fullgraph=True, dynamic=False, backend=backend)
+    run = torch.compile(own(layer), fullgraph=True, dynamic=False, backend=backend, options=rounding(backend))
 
     def call(common: Any, weights: Any, window: int | None, kv: LayerKv, x: Inputs, stream: Stream) -> Stream:
         step = x.memo.once(("traced", kv.layout), x.table, lambda: unseen(traced(x, kv, shape)))
@@ -42,6 +42,11 @@ def compiled_layer(
             return run(common, weights, window, kv, cast(Inputs, step), stream)
 
     return call
+
+
+def rounding(backend: Any) -> dict[str, Any] | None:
+    """Options of torch.compile: inductor rounds to 16 bits wherever eager ops do, not only what it stores."""
+    return {"emulate_precision_casts": True} if backend == "inductor" else None
 
 
 def own(function: Callable[..., Any]) -> Callable[..., Any]:
