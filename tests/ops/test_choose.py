@@ -12,7 +12,7 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops import choose
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.choose import Site
-from agentinfer.ops.provide import reference
+from agentinfer.ops.provide import Ops, reference
 
 HOPPER = Site(torch.device("cuda"), torch.bfloat16, HeadShape(32, 8, 128), 16, (9, 0))
 CPU = torch.device("cpu")
@@ -119,3 +119,37 @@ def test_makers_make_what_they_say() -> None:
         choose.MAKERS["vllm"](HOPPER)
     with pytest.raises(ModuleNotFoundError, match="flash_attn"):
         choose.MAKERS["flash-attn"](HOPPER)
+
+
+def test_ops_that_a_compiler_can_trace(everything: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, auto and vllm attend by FlashAttention-3 where it is there, triton by tiles, all sample by Triton; a
+    CPU has operators of the reference, and other providers, broken rules and unknown names are refused.
+    """
+    missing: list[str] = []
+
+    def opaque_gpu(*, fa3: bool) -> Ops:
+        if fa3 and missing:
+            raise InvalidSetting("ops", missing[0])
+        return evolve(reference(), name=f"fa3 {fa3}")
+
+    monkeypatch.setattr(choose, "_opaque_gpu", opaque_gpu)
+    ours, _ = choose.chosen("triton", HOPPER)
+    for name, site, want in [
+        ("auto", HOPPER, True), ("vllm", HOPPER, True), ("triton", HOPPER, False),
+        ("auto", evolve(HOPPER, dtype=torch.float32), False),
+    ]:  # fmt: skip
+        ops = choose.traced_on(name, site)
+        assert ops.name == f"fa3 {want}"
+        assert ops.sample_rows is ours.sample_rows
+    missing.append("vllm: it does not load")
+    assert choose.traced_on("auto", HOPPER).name == "fa3 False"
+    for name, site, message in [
+        ("vllm", HOPPER, "ops: vllm: it does not load"), ("vllm", evolve(HOPPER, dtype=torch.float32), "ops: vllm: "),
+        ("reference", HOPPER, "compile: .*reference"), ("flash-attn", HOPPER, "compile: .*flash-attn"),
+        ("magic", HOPPER, "ops: 'magic'"), ("auto", evolve(HOPPER, block_size=8), "ops: triton: block_size 8"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidSetting, match=message):
+            choose.traced_on(name, site)
+    ops = choose.choose_traced("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4)
+    assert ops.name == "opaque"
+    assert ops.traced is not None

@@ -258,21 +258,37 @@ def _with_fa3(ops: Ops) -> Any:
 def choose_traced(name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int) -> Ops:
     """Ops that torch.compile can trace whole: plain torch, but for attention, which is the provider's called *name*.
 
-    "auto": as `choose`. Raises InvalidSetting as `choose` does, and naming `compile` for a provider whose attention is
-    no operator.
+    "auto": as `choose`. Raises InvalidSetting: of `ops` as `choose` does, of `compile` for a provider whose attention
+    is no operator.
     """
     return traced_on(name, Site.of(device, dtype, shape, block_size))
 
 
 def traced_on(name: str, site: Site) -> Ops:
     """`choose_traced` on a site."""
-    ops, why = chosen(name, site)
-    if ops.name == "reference":
-        if site.device.type != "cpu":
-            raise InvalidSetting("compile", f"the reference's attention waits for the host. {why['attend']}")
+    if site.device.type == "cpu" and name in (AUTO, "reference"):
         return import_module("agentinfer.ops.custom").opaque_ops()
-    if ops.name not in ("triton", "vllm"):
-        raise InvalidSetting("compile", f"the attention of {ops.name} is no operator: take ops auto, triton or vllm")
-    fa3 = name == "vllm" or (name == AUTO and "FlashAttention-3 for several" in why["attend"])
-    traced = import_module("agentinfer.ops.custom_gpu").opaque_gpu_ops(fa3=fa3)
-    return attrs.evolve(traced, sample=ops.sample, sample_rows=ops.sample_rows)
+    if name in RULES and name not in ("triton", "vllm"):
+        raise InvalidSetting(
+            "compile", f"the attention of {name} is no operator here: ops must be auto, triton or vllm"
+        )
+    chosen(name, site)  # raises if its rules do not hold
+    ours, _ = chosen("triton", site)
+    traced = _traced_with_fa3(name, site)
+    return attrs.evolve(traced or _opaque_gpu(fa3=False), sample=ours.sample, sample_rows=ours.sample_rows)
+
+
+def _traced_with_fa3(name: str, site: Site) -> Ops | None:
+    """For who asked for vllm, or for the best where it is there."""
+    if name == "triton" or refusal("vllm", site) is not None:
+        return None
+    try:
+        return _opaque_gpu(fa3=True)
+    except InvalidSetting:
+        if name == "vllm":
+            raise
+        return None
+
+
+def _opaque_gpu(*, fa3: bool) -> Ops:
+    return import_module("agentinfer.ops.custom_gpu").opaque_gpu_ops(fa3=fa3)
