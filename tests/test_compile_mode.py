@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from agentinfer import build
 from agentinfer.build import Settings, compiled
@@ -21,9 +19,9 @@ from agentinfer.loop import Engine, generate, open_engine, start
 from agentinfer.ops.custom import opaque_ops
 from agentinfer.ops.provide import Ops, reference
 from agentinfer.state.request import SamplingParams
+from compilers import COMPILERS, counting
 from tiny import write_tiny
 
-COMPILERS = [pytest.param("inductor", marks=pytest.mark.slow)] if shutil.which("c++") or shutil.which("g++") else []
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 PROMPTS = [[first] * (3 * i + 1) + [7, 8, 9] for i, first in enumerate((2, 2, 5, 5, 5, 6, 8, 8))]
 SMALL = Settings(num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64, seed=0)
@@ -54,7 +52,7 @@ def test_tokens_are_eager_tokens_and_nothing_is_compiled_after_the_start(folder:
     under no_grad or not, and give the tokens of the reference.
     """
     eager = open_engine(folder, evolve(SMALL, overlap=overlap))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     engine = wrapped(eager, counter, opaque_ops())
     assert counter.frame_count == 2
     want = tokens(eager)
@@ -69,7 +67,7 @@ def test_the_setting_compiles_the_machine(folder: Path, backend: str, monkeypatc
     """Settings(compile=True) opens an engine over ops that can be traced, compiled at its start; it is off unless asked
     for.
     """
-    counter = CompileCounterWithBackend(backend)
+    counter = counting(backend)
     monkeypatch.setattr(build, "compiled", partial(compiled, backend=counter))
     assert open_engine(folder, SMALL).machine.ops.name == "reference"
     assert counter.frame_count == 0

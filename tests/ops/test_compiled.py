@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from attrs import evolve
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 from agentinfer.models.model import Model, kv_layout, load_model
@@ -26,6 +22,7 @@ from agentinfer.ops.custom import opaque_ops
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import KvCache, allocate
 from agentinfer.ops.provide import Ops, composed, reference, uniform
+from compilers import COMPILERS, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's of torch itself
 CPU = torch.device("cpu")
@@ -42,7 +39,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 """name -> kinds of layers, changes to tiny.CONFIG."""
-COMPILERS = [pytest.param("inductor", marks=pytest.mark.slow)] if shutil.which("c++") or shutil.which("g++") else []
 
 
 class Run:
@@ -84,7 +80,7 @@ def test_two_compilations_a_kind_of_layer_and_the_numbers_of_eager(name: str, fi
     and KV are those of the same ops run eagerly, to the bit.
     """
     kinds, config = CASES[name]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     compiled, eager = pair(tmp_path, counter, opaque_ops(), opaque_ops(), **config)
     steps = sweep()
     for counts, start in steps[first:] + steps[:first]:
@@ -99,7 +95,7 @@ def test_two_compilations_a_kind_of_layer_and_the_numbers_of_eager(name: str, fi
 
 def test_another_pool_is_no_reason_to_compile_again(tmp_path: Path) -> None:
     """Trial steps at start have fewer blocks than the engine will have."""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     compiled, _ = pair(tmp_path, counter, opaque_ops(), reference())
     small = Run(compiled.model, compiled.weights, compiled.ops, 11)
     for counts in ([3, 1], [1]):
@@ -119,7 +115,7 @@ def fusing_ops() -> Ops:
 @pytest.mark.parametrize("maker", [opaque_ops, fusing_ops])
 def test_logits_are_those_of_the_reference(backend: str, maker: Callable[[], Ops], tmp_path: Path) -> None:
     """Compiled, by the compiler that production uses where this machine has one for C++, logits are the reference's."""
-    counter = CompileCounterWithBackend(backend)
+    counter = counting(backend)
     compiled, eager = pair(tmp_path, counter, maker(), reference())
     for counts, start in sweep():
         torch.testing.assert_close(compiled.step(counts, start), eager.step(counts, start), rtol=1e-4, atol=1e-4)
@@ -130,7 +126,7 @@ def test_engines_do_not_share_compilations(tmp_path: Path) -> None:
     """Each compiled layer counts its own: ten engines in one process are not one too many for torch's limit of 8."""
     model, weights = load_model(tiny.write_tiny(tmp_path), None, alone())
     for _ in range(10):
-        counter, ops = CompileCounterWithBackend("eager"), opaque_ops()
+        counter, ops = counting("eager"), opaque_ops()
         assert ops.traced is not None
         wrap = partial(compiled_layer, traced=ops.traced, shape=model.heads(model.config, 1), backend=counter)
         run = Run(evolve(model, forward=model.forward_through(wrap)), weights, ops)
@@ -146,6 +142,8 @@ def test_what_can_not_be_traced_whole_raises(tmp_path: Path) -> None:
         return plain.down_add(act if act.sum() > 0 else -act, *rest)
 
     compiled, _ = pair(tmp_path, "aot_eager", evolve(plain, down_add=nosy), reference())
+    from torch._dynamo.exc import TorchDynamoException
+
     with pytest.raises(TorchDynamoException):
         compiled.step([2], [0])
 
@@ -187,7 +185,9 @@ def test_norms_rope_and_activation_compile_twice(name: str, dtype: torch.dtype, 
     """Over all batches and prompts each takes two compilations; float32 is eager's to the bit where the same operations
     run, and within rounding where they are fused, bfloat16 within one step of its last place.
     """
-    counter = CompileCounterWithBackend(backend)
+    import torch._inductor.config
+
+    counter = counting(backend)
     function, *_ = PLAIN[name](1, dtype)
     with torch._inductor.config.patch(rounding("inductor")):
         _compiled_as_eager(

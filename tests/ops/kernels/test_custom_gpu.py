@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import astuple, evolve
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 from agentinfer.models.model import Model, kv_layout, load_model
@@ -21,6 +20,7 @@ from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.ragged import work_of
+from compilers import counting
 from ops.ragged import EPS, SCALE, Case, case
 
 SHAPE = HeadShape(6, 2, 64)
@@ -104,7 +104,7 @@ def test_layers_over_these_operators_compile_twice(tmp_path: Path) -> None:
     """
     config = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     model, weights = load_model(tiny.write_tiny(tmp_path, **config), None, alone())
-    counter, ops = CompileCounterWithBackend("aot_eager"), custom_gpu.opaque_gpu_ops(fa3=False)
+    counter, ops = counting("aot_eager"), custom_gpu.opaque_gpu_ops(fa3=False)
     assert ops.traced is not None
     wrap = partial(compiled_layer, traced=ops.traced, shape=model.heads(model.config, 1), backend=counter)
     runs = [
