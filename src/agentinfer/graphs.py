@@ -157,8 +157,8 @@ def capture(
 ) -> tuple[dict[int, Captured], Device]:
     """A graph of the decode step, sampling included, for each of *sizes* rows. *Donates* device.
 
-    They share a *pool* (torch.cuda.graph_pool_handle()) of memory for intermediates; the largest is captured first. Raises InvalidSetting if these
-    ops can not be captured.
+    They share a *pool* (torch.cuda.graph_pool_handle()) of memory for intermediates; the largest is captured first.
+    Raises InvalidSetting if these ops can not be captured.
     """
     if m.ops.sample_rows is None:
         raise InvalidSetting("ops", f"{m.ops.name}: these ops wait for the host, so no graph can be made of them")
