@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import power_of_two
 
 
@@ -44,6 +45,9 @@ def _add_norm(
     tl.store(out + at.to(tl.int64) * D + dims, (y * r * w).to(out.dtype.element_ty), mask=inside)
 
 
+_run = Direct(_add_norm)
+
+
 def _launch(
     x: Tensor, parts: Tensor | None, total: Tensor, weight_D: Tensor, out: Tensor, rows: Tensor | None, eps: float,
     *, store: bool, pdl: bool,
@@ -52,11 +56,12 @@ def _launch(
     if not count:
         return
     block = power_of_two(width)
-    _add_norm[(count,)](
-        x, x if parts is None else parts, total, weight_D, out, weight_D if rows is None else rows, eps,
-        0 if parts is None else parts.stride(0),
-        width, block, 0 if parts is None else len(parts), rows is not None, store, pdl,
-        num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
+    _run(
+        (count, 1, 1),
+        (x, x if parts is None else parts, total, weight_D, out, weight_D if rows is None else rows),
+        (eps, 0 if parts is None else parts.stride(0)),
+        (width, block, 0 if parts is None else len(parts), rows is not None, store, pdl),
+        warps=max(1, min(8, block // 512)), pdl=pdl,
     )  # fmt: skip
 
 

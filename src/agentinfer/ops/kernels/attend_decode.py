@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import PAIRS, AttendTile, attend_tile, power_of_two
 
 LOG2E = 1.4426950408889634
@@ -203,6 +204,9 @@ def _attend_decode(
         )  # fmt: skip
 
 
+_run = Direct(_attend_decode)
+
+
 def attend_decode(
     qkv_RX: Tensor,
     k_cache: Tensor,
@@ -246,11 +250,13 @@ def attend_decode(
         parts = torch.empty((count, heads, t.splits, group, dim), dtype=torch.float32, device=out.device)
         sums = torch.empty((count, heads, t.splits, 2, group), dtype=torch.float32, device=out.device)
     padded = power_of_two(group)
-    _attend_decode[(heads, t.splits, count)](
-        qkv_RX, out if q_norm is None else q_norm, out if k_norm is None else k_norm, cos_sin, k_cache, v_cache,
-        table, rows, context, slots, out, parts, sums, counters, eps, scale * LOG2E, table.stride(0), t.least,
-        heads, group, max(16, padded), padded, dim, k_cache.shape[1], window or 0, q_norm is not None,
-        t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages, pdl,
-        num_warps=t.warps, launch_pdl=pdl,
+    _run(
+        (heads, t.splits, count),
+        (qkv_RX, out if q_norm is None else q_norm, out if k_norm is None else k_norm, cos_sin, k_cache, v_cache,
+         table, rows, context, slots, out, parts, sums, counters),
+        (eps, scale * LOG2E, table.stride(0), t.least),
+        (heads, group, max(16, padded), padded, dim, k_cache.shape[1], window or 0, q_norm is not None,
+         t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages, pdl),
+        warps=t.warps, pdl=pdl,
     )  # fmt: skip
     return out

@@ -15,6 +15,8 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
+from agentinfer.ops.kernels.launch import Direct
+
 LOG2E = 1.4426950408889634
 
 
@@ -149,6 +151,9 @@ def _attend_tiles(
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+_run = Direct(_attend_tiles)
+
+
 def attend_tiles(
     q_TND: Tensor,
     k_cache: Tensor,
@@ -169,8 +174,10 @@ def attend_tiles(
     """
     num_heads, dim = q_TND.shape[1:]
     kv_heads = k_cache.shape[2]
-    _attend_tiles[len(work_W4) * kv_heads,](
-        q_TND, k_cache, v_cache, table, work_W4, out_TND, scale * LOG2E, table.shape[1], window or 0,
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=k_cache.shape[1], ROWS=tile.rows, KEYS=tile.keys,
-        WINDOW=window is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+    _run(
+        (len(work_W4) * kv_heads, 1, 1),
+        (q_TND, k_cache, v_cache, table, work_W4, out_TND),
+        (scale * LOG2E, table.shape[1], window or 0),
+        (num_heads, kv_heads, dim, k_cache.shape[1], tile.rows, tile.keys, window is not None, tile.stages),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

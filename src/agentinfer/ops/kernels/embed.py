@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from agentinfer.ops.kernels.launch import Direct
+
 WIDTH = 1024
 """Numbers a program."""
 
@@ -32,11 +34,14 @@ def _embed(ids, weight, out, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexp
     tl.store(out + at.to(tl.int64) * D + dims, x.to(tl.float32), mask=inside)
 
 
+_run = Direct(_embed)
+
+
 def embed(ids_T: Tensor, weight_VD: Tensor, *, pdl: bool = False) -> Tensor:
     """Rows *ids* (int64) of the table: [T, D] float32."""
     width = weight_VD.shape[1]
     out = torch.empty((len(ids_T), width), dtype=torch.float32, device=ids_T.device)
     if len(ids_T):
         block = min(WIDTH, triton.next_power_of_2(width))
-        _embed[(len(ids_T), -(-width // block))](ids_T, weight_VD, out, width, block, pdl, num_warps=4)
+        _run((len(ids_T), -(-width // block), 1), (ids_T, weight_VD, out), (), (width, block, pdl), warps=4)
     return out

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile
 
 
@@ -91,6 +92,9 @@ def _gemv(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 
+_run = Direct(_gemv)
+
+
 def gemv(
     x: Tensor,
     weight: Tensor,
@@ -117,9 +121,11 @@ def gemv(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     t = gemv_tile(n, k, gated) if tile is None else tile
     out = torch.empty((1, n), dtype=dtype, device=x.device) if add_to is None else add_to
-    _gemv[(-(-n // t.rows),)](
-        x, weight if norm_K is None else norm_K, weight, weight if bias is None else bias, out, eps,
-        n, k, t.rows, t.chunk, norm_K is not None, bias is not None, gated, add_to is not None, pdl,
-        num_warps=t.warps, launch_pdl=pdl,
+    _run(
+        (-(-n // t.rows), 1, 1),
+        (x, weight if norm_K is None else norm_K, weight, weight if bias is None else bias, out),
+        (eps,),
+        (n, k, t.rows, t.chunk, norm_K is not None, bias is not None, gated, add_to is not None, pdl),
+        warps=t.warps, pdl=pdl,
     )  # fmt: skip
     return out

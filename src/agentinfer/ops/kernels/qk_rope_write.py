@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentinfer.ops.kernels.launch import Direct
+
 POSITIONS = 16
 """Positions a program: 16 x D numbers keep four warps busy, and one load of cos and sin serves them."""
 
@@ -73,6 +75,9 @@ def _qk_rope_write(
                 tl.store(k_out + row + HALF, k2, mask=mask)
 
 
+_run = Direct(_qk_rope_write)
+
+
 def qk_rope_write(
     qkv_TX: Tensor,
     k_cache: Tensor,
@@ -96,11 +101,12 @@ def qk_rope_write(
     count, (heads, dim) = len(qkv_TX), k_cache.shape[-2:]
     q = torch.empty((count, num_heads, dim), dtype=qkv_TX.dtype, device=qkv_TX.device)
     if count:
-        grid = (triton.cdiv(count, POSITIONS), num_heads + 2 * heads)
-        _qk_rope_write[grid](
-            qkv_TX, q, q if keys_THD is None else keys_THD, k_cache, v_cache, positions_T, slots_T, cos_sin,
-            qkv_TX if q_norm_D is None else q_norm_D, qkv_TX if k_norm_D is None else k_norm_D, count, eps,
-            HEADS=num_heads, KV_HEADS=heads, DIM=dim, BT=POSITIONS, NORM=q_norm_D is not None,
-            KEEP=keys_THD is not None,
+        _run(
+            (-(-count // POSITIONS), num_heads + 2 * heads, 1),
+            (qkv_TX, q, q if keys_THD is None else keys_THD, k_cache, v_cache, positions_T, slots_T, cos_sin,
+             qkv_TX if q_norm_D is None else q_norm_D, qkv_TX if k_norm_D is None else k_norm_D),
+            (count, eps),
+            (num_heads, heads, dim, POSITIONS, q_norm_D is not None, keys_THD is not None),
+            warps=4,
         )  # fmt: skip
     return q

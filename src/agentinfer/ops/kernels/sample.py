@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import power_of_two
 
 TILE = 4096
@@ -59,8 +60,9 @@ def _z(logit, top, temperature):
 
 @triton.jit
 def _sample_tiles(
-    logits, asked, index, numbers, winners, stride, V, C,
-    BV: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, LIBDEVICE: tl.constexpr, PDL: tl.constexpr,
+    logits, asked, index, numbers, winners,
+    STRIDE: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, WORDS: tl.constexpr,
+    GREEDY: tl.constexpr, LIBDEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, s): the winner of tile c of sample s, and two numbers: its score over the tile's maximum, and that
     maximum (NaN where the tile holds NaN or +inf).
@@ -75,7 +77,7 @@ def _sample_tiles(
     row = asked + sample * WORDS
     if PDL:
         gdc_wait()
-    logit = tl.load(logits + sample.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
+    logit = tl.load(logits + sample.to(tl.int64) * STRIDE + ids, mask=ids < V, other=float("-inf"))
     broken = _is_nan(logit) | (logit == float("inf"))
     spoiled = tl.max(tl.max(broken.to(tl.int32), 1), 0) > 0
     logit = tl.where(broken, float("-inf"), logit)
@@ -97,8 +99,8 @@ def _sample_tiles(
 
 @triton.jit
 def _sample_rows(
-    numbers, winners, asked, tokens, ok, C,
-    BC: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr,
+    numbers, winners, asked, tokens, ok,
+    C: tl.constexpr, BC: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program s: the best of the winners of sample s."""
     if PDL:
@@ -121,6 +123,9 @@ def _sample_rows(
     token = tl.min(tl.where(score == tl.max(score, 0), ids, 0x7FFFFFFF), 0)
     tl.store(tokens + sample, token.to(tl.int64))
     tl.store(ok + sample, (top > float("-inf")) & (spoiled == 0))
+
+
+_run_tiles, _run_rows = Direct(_sample_tiles), Direct(_sample_rows)
 
 
 def sample_tokens(
@@ -148,11 +153,12 @@ def sample_tokens(
     tiles = -(-vocabulary // TILE)
     numbers = torch.empty((count, tiles, 2), dtype=torch.float32, device=device)
     winners = torch.empty((count, tiles), dtype=torch.int32, device=device)
-    _sample_tiles[(tiles, count)](
-        logits_SV, params, index, numbers, winners, logits_SV.stride(0), vocabulary, tiles,
-        TILE, WORDS, greedy_below, device.type == "cuda", pdl, num_warps=4, launch_pdl=pdl,
+    _run_tiles(
+        (tiles, count, 1), (logits_SV, params, index, numbers, winners), (),
+        (logits_SV.stride(0), vocabulary, tiles, TILE, WORDS, greedy_below, device.type == "cuda", pdl),
+        warps=4, pdl=pdl,
     )  # fmt: skip
-    _sample_rows[(count,)](
-        numbers, winners, params, tokens_out, ok_out, tiles,
-        power_of_two(tiles), WORDS, greedy_below, pdl, num_warps=1, launch_pdl=pdl,
+    _run_rows(
+        (count, 1, 1), (numbers, winners, params, tokens_out, ok_out), (),
+        (tiles, power_of_two(tiles), WORDS, greedy_below, pdl), warps=1, pdl=pdl,
     )  # fmt: skip

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.launch import Direct
+
 WIDTH = 1024
 """Numbers a program."""
 
@@ -27,11 +29,14 @@ def _silu_and_mul(x, out, F: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row * F + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+_run = Direct(_silu_and_mul)
+
+
 def silu_and_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """silu(gate) * up of `[.., 2F]`, contiguous, gate first: `[.., F]` of its dtype. Float32 inside."""
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     count = out.numel() // width
     if count:
-        _silu_and_mul[(count, -(-width // WIDTH))](gate_up, out, width, WIDTH, pdl, num_warps=4, launch_pdl=pdl)
+        _run((count, -(-width // WIDTH), 1), (gate_up, out), (), (width, WIDTH, pdl), warps=4, pdl=pdl)
     return out
