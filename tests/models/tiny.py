@@ -51,6 +51,24 @@ VISION_25: Mapping[str, Any] = {
     "intermediate_size": 32,
 }
 MROPE: Mapping[str, Any] = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e6}
+LATENT: Mapping[str, Any] = {
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 2,
+    "moe_intermediate_size": 10, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-2,
+}  # fmt: skip
+"""An eps that the norms of latents must not have."""
+DEEPSEEK_YARN: Mapping[str, Any] = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707}
+GROUPS: Mapping[str, Any] = {"n_group": 4, "topk_group": 2}
+V2: Mapping[str, Any] = {**LATENT, "topk_method": "greedy", "rope_parameters": DEEPSEEK_YARN}
+V3: Mapping[str, Any] = {
+    **LATENT, **GROUPS, "q_lora_rank": 24, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "rope_parameters": DEEPSEEK_YARN,
+}  # fmt: skip
+MOE: Mapping[str, Any] = {
+    "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 10, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    "num_hidden_layers": 3, "mlp_only_layers": [1],
+}  # fmt: skip
 
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -67,6 +85,20 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 8, "intermediate_size": 81}),
     "qwen2-vl": ("Qwen2VL", {"text": {"rope_parameters": MROPE}, "vision": VISION}),
     "qwen2.5-vl": ("Qwen2_5_VL", {"text": {"rope_parameters": MROPE, "rms_norm_eps": 1e-6}, "vision": VISION_25}),
+    "deepseek-v2": ("DeepseekV2", V2),
+    "deepseek-v2-lora": ("DeepseekV2", {**V2, "q_lora_rank": 24, "tie_word_embeddings": True}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**V2, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek-v3": ("DeepseekV3", V3),
+    "deepseek-v3-odd": (
+        "DeepseekV3",
+        {**V3, "q_lora_rank": None, "vocab_size": 97, "moe_intermediate_size": 11, "norm_topk_prob": False},
+    ),
+    "deepseek-v3-halves": ("DeepseekV3", {**V3, "rope_interleave": False, "first_k_dense_replace": 0}),
+    "qwen3-moe": ("Qwen3Moe", MOE),
+    "qwen3-moe-raw": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
 }
 TEXT = tuple(name for name in CASES if "vl" not in name)
 
@@ -99,7 +131,7 @@ def make(name: str, root: Path) -> Tiny:
     else:
         config = getattr(transformers, f"{family}Config")(**{**BASE, **change})
         kind = getattr(transformers, f"{family}ForCausalLM")
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     module = kind(config).eval()
     randomise(module)
     folder = root / name
@@ -117,3 +149,6 @@ def randomise(module: Any) -> None:
             x.copy_(
                 1 + 0.2 * noise if "norm" in name and x.dim() == 1 else 0.1 * noise if "bias" in name else 0.15 * noise
             )
+        for name, x in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                x.copy_(0.3 * torch.randn(x.shape, generator=draw) - 0.6)  # so that most scores become negative

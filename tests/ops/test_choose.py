@@ -12,7 +12,9 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops import choose
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.choose import Site
-from agentinfer.ops.provide import Ops, reference
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.moe import ExpertShape
+from agentinfer.ops.provide import LayerShape, Ops, lacking, reference
 
 HOPPER = Site(torch.device("cuda"), torch.bfloat16, HeadShape(32, 8, 128), 16, (9, 0))
 CPU = torch.device("cpu")
@@ -110,6 +112,47 @@ def test_auto(everything: object, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, why = choose.choose("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4)
     assert ops.name == "reference"
     assert set(why.values()) == {"reference: the device is a CPU"}
+
+
+LATENT = LatentShape(16, 128, 64, 512, 128)
+EXPERTS = ExpertShape(64, 6, 1408)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (LayerShape(HeadShape(16, 1, 576), LATENT, None), "latent attention"),
+        (LayerShape(HeadShape(16, 1, 576), LATENT, EXPERTS), "latent attention"),
+        (LayerShape(HeadShape(32, 8, 128), None, EXPERTS), "experts"),
+    ],
+)
+def test_what_only_the_reference_has(everything: object, shape: LayerShape, what: str) -> None:
+    """For latent attention and experts auto is the reference and says why; other providers refuse, and so does compile
+    mode.
+    """
+    del everything
+    site = evolve(HOPPER, shape=shape.heads, latent=shape.latent, experts=shape.experts)
+    ops, why = choose.chosen("auto", site)
+    assert ops.name == "reference"
+    assert set(why.values()) == {f"reference: triton can not, no {what} yet"}
+    for name in set(choose.RULES) - {"reference"}:
+        with pytest.raises(InvalidSetting, match=f"{name}: no {what} yet"):
+            choose.chosen(name, site)
+    with pytest.raises(InvalidSetting, match=f"compile: .*{what}"):
+        choose.traced_on("reference", evolve(site, device=CPU, capability=None))
+    assert Site.of(CPU, torch.float32, shape, 16).latent is shape.latent
+    assert choose.choose("auto", CPU, torch.float32, shape, 4)[0].name == "reference"
+
+
+def test_who_lacks_a_call_says_so(everything: object) -> None:
+    """On a dense site nobody computes experts and latent attention for Triton, which the table of reasons tells."""
+    del everything
+    _, why = choose.chosen("auto", HOPPER)
+    assert why["attend_latent"] == "nobody: triton has no latent attention yet"
+    assert why["experts_add"] == "nobody: triton has no experts yet"
+    ops = lacking("triton", "experts")
+    with pytest.raises(InvalidSetting, match="ops: triton: no experts yet"):
+        ops(1, 2, 3)
 
 
 def test_makers_make_what_they_say() -> None:

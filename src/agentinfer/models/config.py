@@ -17,6 +17,7 @@ from attrs import frozen
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.fields import Fields
 from agentinfer.models.folder import read_json, read_json_if_there
+from agentinfer.models.fp8 import check_quantization
 from agentinfer.models.rope_fields import MOST_POSITIONS, RopeDefaults, longest, read_rope
 from agentinfer.ops.rope import RopeSpec
 
@@ -31,7 +32,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "float16": torch.float16,
     }
 )
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
+"""Of a model: what is more is a mistake."""
 _LARGEST_TP_NAMED = 8  # ranks of one host: what an error lists
 
 
@@ -89,8 +91,8 @@ def read_dense(raw: Mapping[str, Any], folder: Path) -> DenseConfig:
     nested = outer.section("text_config")
     f = nested or outer
     qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
-    _refuse(f, outer)
-    num_heads, num_layers = f.integer("num_attention_heads"), f.integer("num_hidden_layers", most=_MOST_LAYERS)
+    refuse_unsupported(f, outer)
+    num_heads, num_layers = f.integer("num_attention_heads"), f.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden_size, vocab_size = f.integer("hidden_size"), f.integer("vocab_size")
     num_kv_heads = _kv_heads(f, num_heads, may_be_missing=architecture.startswith("Llama"))
     head_dim = _head_dim(f, hidden_size, num_heads)
@@ -115,8 +117,8 @@ def read_dense(raw: Mapping[str, Any], folder: Path) -> DenseConfig:
         mlp_bias=f.flag("mlp_bias"),
         qk_norm=qwen3,
         tied=outer.flag("tie_word_embeddings") or f.flag("tie_word_embeddings"),
-        dtype=_dtype(outer, f),
-        eos_ids=_eos(folder, f, outer, vocab_size),
+        dtype=dtype_of(outer, f),
+        eos_ids=eos_of(folder, f, outer, vocab_size),
     )
 
 
@@ -133,12 +135,10 @@ def _shares(config: DenseConfig, tp: int) -> bool:
     return tp >= 1 and config.num_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
 
 
-def _refuse(f: Fields, outer: Fields) -> None:
+def refuse_unsupported(f: Fields, outer: Fields) -> None:
+    """Raises CheckpointError naming the field for an activation or a form of weights that no model here has."""
     for fields in (f, outer):
-        if fields.raw.get("quantization_config") is not None:
-            kind = fields.raw["quantization_config"]
-            method = cast("dict[str, Any]", kind).get("quant_method") if isinstance(kind, dict) else kind
-            raise fields.fault("quantization_config", f"quantized weights ({method!r}) are not supported here")
+        check_quantization(fields)
     if f.raw.get("hidden_act") != "silu":
         said = repr(f.raw["hidden_act"]) if "hidden_act" in f.raw else "missing"
         raise f.fault("hidden_act", f"{said}; only 'silu' is supported")
@@ -163,8 +163,10 @@ def _head_dim(f: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _dtype(outer: Fields, f: Fields) -> torch.dtype | None:
-    """`dtype`, the new key, wins over `torch_dtype` with a warning where they disagree."""
+def dtype_of(outer: Fields, f: Fields) -> torch.dtype | None:
+    """What the config asks for, None if it does not say. `dtype`, the new key, wins over `torch_dtype` with a warning
+    where they disagree.
+    """
     names = ("torch_dtype", "dtype")
     said = {name: fields.raw[name] for fields in (f, outer) for name in names if fields.raw.get(name) is not None}
     for name, value in said.items():
@@ -209,10 +211,11 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     raw = read_json(folder, CONFIG)
     outer = Fields(raw, str(folder / CONFIG))
     f = outer.section("text_config") or outer
-    return _eos(folder, f, outer, f.integer("vocab_size"))
+    return eos_of(folder, f, outer, f.integer("vocab_size"))
 
 
-def _eos(folder: Path, f: Fields, outer: Fields, vocab_size: int) -> tuple[int, ...]:
+def eos_of(folder: Path, f: Fields, outer: Fields, vocab_size: int) -> tuple[int, ...]:
+    """As `eos_ids`, of a config.json that has been read: *f* what describes the language model, *outer* all of it."""
     generation = read_json_if_there(folder, GENERATION_CONFIG)
     places = [outer, f] if generation is None else [Fields(generation, str(folder / GENERATION_CONFIG)), outer, f]
     for place in places:

@@ -17,9 +17,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.errors import CheckpointError, InvalidSetting
-from agentinfer.models import dense
+from agentinfer.models import deepseek, dense, qwen3_moe
 from agentinfer.models.checkpoint import Checkpoint, open_checkpoint
 from agentinfer.models.config import CONFIG, DTYPES, architecture_of, check_tp, eos_ids, read_dense
+from agentinfer.models.deepseek_config import check_tp as check_latent_tp
+from agentinfer.models.deepseek_config import read_deepseek
 from agentinfer.models.folder import read_json
 from agentinfer.models.weights import (
     STORED_DTYPES,
@@ -37,7 +39,7 @@ from agentinfer.ops.comm import Ranks
 from agentinfer.ops.compiled import Layer
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import Donated, KvCache, KvLayout
-from agentinfer.ops.provide import Ops
+from agentinfer.ops.provide import LayerShape, Ops
 
 __all__ = [
     "ARCHITECTURES", "Config", "Model", "WeightSizes", "dummy_model", "eos_ids", "kv_layout", "load_model",
@@ -103,8 +105,8 @@ class Model:
     """(wrap) -> a forward whose layers are run by what *wrap* makes of the model's layer function."""
     kv_layouts: Callable[[Any, int, int, torch.dtype], tuple[KvLayout, ...]]
     """(config, tp, block size, dtype) -> one a layer."""
-    heads: Callable[[Any, int], HeadShape]
-    """(config, tp) -> the attention heads of a rank."""
+    heads: Callable[[Any, int], HeadShape | LayerShape]
+    """(config, tp) -> the attention heads of a rank; with what its layers have besides."""
     rename: Callable[[Any, str], str | None]
     """(config, key of a checkpoint) -> name of a Spec, None where it is knowingly not used."""
     check_tp: Callable[[Any, int], None]
@@ -150,11 +152,48 @@ def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
     )
 
 
+def _deepseek(raw: Mapping[str, Any], folder: Path) -> Model:
+    config = read_deepseek(raw, folder)
+    return Model(
+        config=config,
+        dtype=config.dtype,
+        specs=deepseek.specs,
+        pack=deepseek.pack,
+        ready=deepseek.ready,
+        forward=deepseek.forward,
+        forward_through=deepseek.forward_through,
+        kv_layouts=deepseek.kv_layouts,
+        heads=deepseek.layer_shape,
+        rename=deepseek.rename,
+        check_tp=check_latent_tp,
+    )
+
+
+def _qwen3_moe(raw: Mapping[str, Any], folder: Path) -> Model:
+    config = qwen3_moe.read_qwen3_moe(raw, folder)
+    return Model(
+        config=config,
+        dtype=config.dense.dtype,
+        specs=qwen3_moe.specs,
+        pack=qwen3_moe.pack,
+        ready=qwen3_moe.ready,
+        forward=qwen3_moe.forward,
+        forward_through=qwen3_moe.forward_through,
+        kv_layouts=qwen3_moe.kv_layouts,
+        heads=qwen3_moe.layer_shape,
+        rename=qwen3_moe.rename,
+        check_tp=qwen3_moe.check_tp,
+    )
+
+
 ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any], Path], Model]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": _deepseek,
+        "DeepseekV3ForCausalLM": _deepseek,
         "LlamaForCausalLM": _dense,
         "Qwen2ForCausalLM": _dense,
         "Qwen3ForCausalLM": _dense,
+        "Qwen3MoeForCausalLM": _qwen3_moe,
         "Qwen2VLForCausalLM": _dense,
         "Qwen2VLForConditionalGeneration": _dense,
         "Qwen2_5_VLForCausalLM": _dense,

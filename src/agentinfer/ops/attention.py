@@ -11,7 +11,7 @@ So what unused table entries and unwritten slots hold (NaN, ids out of range) ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import frozen
@@ -234,22 +234,29 @@ def index_of(x: Inputs, block_size: int, window: int | None, dtype: torch.dtype)
     return x.memo.once(("attention", block_size, window, dtype), x.table, make)
 
 
-def _attend_decode(q_GND: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: float) -> Tensor:
-    size, heads = len(q_GND), keys.shape[1]
+Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""slots [n] -> the keys [n, H, D] and values [n, H, V] there."""
+
+
+def _attend_decode(q_GND: Tensor, gather: Gather, rows: DecodeRows, scale: float) -> Tensor:
+    size = len(q_GND)
+    keys, values = gather(rows.slots)
+    heads = keys.shape[1]
     q = q_GND.view(
         size, heads, -1, q_GND.shape[-1]
     )  # with one position each, the query heads of a KV head are its queries
-    k = keys.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
-    v = values.index_select(0, rows.slots).view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
+    k = keys.view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
+    v = values.view(size, rows.length, heads, -1).transpose(1, 2).to(q_GND.dtype)
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=rows.mask, scale=scale).flatten(1, 2)
     return out if rows.padding is None else out.masked_fill(rows.padding, 0)
 
 
-def _attend_chunk(q_QND: Tensor, keys: Tensor, values: Tensor, row: ChunkRow, scale: float) -> Tensor:
+def _attend_chunk(q_QND: Tensor, gather: Gather, row: ChunkRow, scale: float) -> Tensor:
+    keys, values = gather(row.slots)
     if row.padding:
-        return torch.zeros_like(q_QND)
-    k = keys.index_select(0, row.slots).transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
-    v = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
+        return q_QND.new_zeros((*q_QND.shape[:-1], values.shape[-1]))
+    k = keys.transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
+    v = values.transpose(0, 1).unsqueeze(0).to(q_QND.dtype)
     q = q_QND.transpose(0, 1).unsqueeze(0)
     grouped = k.shape[1] != q.shape[1]
     out = functional.scaled_dot_product_attention(
@@ -258,19 +265,30 @@ def _attend_chunk(q_QND: Tensor, keys: Tensor, values: Tensor, row: ChunkRow, sc
     return out.squeeze(0).transpose(0, 1)
 
 
+def attend_rows(q_TND: Tensor, gather: Gather, index: AttentionIndex, scale: float, width: int) -> Tensor:
+    """Attention of all rows of *index* over what *gather* gives for their slots; values are *width* wide. [T, N,
+    width], new memory; rows that *index* leaves out hold anything.
+    """
+    if len(index.decode) == 1 and index.decode[0].at is None:
+        return _attend_decode(q_TND, gather, index.decode[0], scale)
+    out = q_TND.new_empty((*q_TND.shape[:-1], width))
+    for rows in index.decode:
+        if rows.at is not None:
+            out.index_copy_(0, rows.at, _attend_decode(q_TND.index_select(0, rows.at), gather, rows, scale))
+    for row in index.chunks:
+        span = slice(row.first, row.first + row.count)
+        out[span] = _attend_chunk(q_TND[span], gather, row, scale)
+    return out
+
+
 def attend_index(q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float) -> Tensor:
     """Attention of all rows of *index* over caches of [blocks, B, H, D]. [T, N, D], new memory."""
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    if len(index.decode) == 1 and index.decode[0].at is None:
-        return _attend_decode(q_TND, keys, values, index.decode[0], scale)
-    out = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
-    for rows in index.decode:
-        if rows.at is not None:
-            out.index_copy_(0, rows.at, _attend_decode(q_TND.index_select(0, rows.at), keys, values, rows, scale))
-    for row in index.chunks:
-        span = slice(row.first, row.first + row.count)
-        out[span] = _attend_chunk(q_TND[span], keys, values, row, scale)
-    return out
+
+    def gather(slots: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
+    return attend_rows(q_TND, gather, index, scale, v_cache.shape[-1])
 
 
 def paged_attention(q_TND: Tensor, kv: LayerKv, x: Inputs, scale: float, window: int | None) -> Tensor:

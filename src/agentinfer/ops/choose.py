@@ -14,7 +14,9 @@ from attrs import frozen
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.ops.attention import HeadShape
-from agentinfer.ops.provide import Ops, reference
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.moe import ExpertShape
+from agentinfer.ops.provide import LayerShape, Ops, reference
 
 AUTO: Final = "auto"
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -37,12 +39,17 @@ class Site:
     block_size: int
     capability: tuple[int, int] | None = None
     """Of the CUDA device; None on others."""
+    latent: LatentShape | None = None
+    """Of latent attention; *shape* is then that of its absorbed form."""
+    experts: ExpertShape | None = None
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int) -> Site:
+    def of(cls, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int) -> Site:
         """The site, with the capability that its device has."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device, dtype, shape, block_size, capability)
+        if isinstance(shape, HeadShape):
+            return cls(device, dtype, shape, block_size, capability)
+        return cls(device, dtype, shape.heads, block_size, capability, shape.latent, shape.experts)
 
 
 def _first(*rules: tuple[bool, str]) -> str | None:
@@ -139,13 +146,20 @@ RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
 )
 """Of each provider: why it can not work on a site; None if it can."""
 NAMES: Final = (AUTO, *RULES)
+LATENT: Final = ("reference",)
+"""Providers of latent attention."""
+EXPERTS: Final = ("reference",)
+"""Providers of experts."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
 """Providers that do not sample, and whose layers ask nothing of the host: with sampling they can be captured."""
 
 
 def refusal(name: str, site: Site) -> str | None:
     """Why the provider *name* can not work on *site*; None if it can. Loads nothing."""
-    return RULES[name](site)
+    return _first(
+        (site.latent is None or name in LATENT, "no latent attention yet"),
+        (site.experts is None or name in EXPERTS, "no experts yet"),
+    ) or RULES[name](site)
 
 
 def _make_reference(site: Site) -> Ops:
@@ -190,7 +204,7 @@ def calls() -> tuple[str, ...]:
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int
+    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int
 ) -> tuple[Ops, Mapping[str, str]]:
     """The Ops of the provider *name*, and of each of its calls who computes it and why.
 
@@ -225,11 +239,18 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
         why |= dict.fromkeys(
             ("sample", "sample_rows"), f"triton: {name} does not sample, and graphs need it on the device"
         )
-    return ops, _because(others.get(name, asked), **why)
+    return ops, _because(others.get(name, asked), **why, **_lacking(name))
 
 
 def _because(reason: str, **others: str) -> Mapping[str, str]:
     return MappingProxyType({**dict.fromkeys(calls(), reason), **others})
+
+
+def _lacking(name: str) -> Mapping[str, str]:
+    """The calls that the provider *name* has not, for a site that needs none of them."""
+    gone = [(call, "latent attention") for call in ("norm_latent", "attend_latent") if name not in LATENT]
+    gone += [(call, "experts") for call in ("norm_route", "experts_add") if name not in EXPERTS]
+    return {call: f"nobody: {name} has no {what} yet" for call, what in gone}
 
 
 def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
@@ -247,15 +268,18 @@ def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
         except InvalidSetting as error:
             problem = str(error)
         else:
-            return both, _because(ours, attend="triton for one query a row; vllm's FlashAttention-3 for several")
-    return ops, _because(ours, attend=f"{ours}; no FlashAttention-3: {problem}")
+            parts = "triton for one query a row; vllm's FlashAttention-3 for several"
+            return both, _because(ours, attend=parts, **_lacking("triton"))
+    return ops, _because(ours, attend=f"{ours}; no FlashAttention-3: {problem}", **_lacking("triton"))
 
 
 def _with_fa3(ops: Ops) -> Any:
     return import_module("agentinfer.ops.vllm_ops").with_fa3(ops)
 
 
-def choose_traced(name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int) -> Ops:
+def choose_traced(
+    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int
+) -> Ops:
     """Ops that torch.compile can trace whole: plain torch, but for attention, which is the provider's called *name*.
 
     "auto": as `choose`. Raises InvalidSetting: of `ops` as `choose` does, of `compile` for a provider whose attention
@@ -266,6 +290,9 @@ def choose_traced(name: str, device: torch.device, dtype: torch.dtype, shape: He
 
 def traced_on(name: str, site: Site) -> Ops:
     """`choose_traced` on a site."""
+    if site.latent is not None or site.experts is not None:
+        what = "latent attention" if site.latent is not None else "experts"
+        raise InvalidSetting("compile", f"torch.compile can not trace {what} yet")
     if site.device.type == "cpu" and name in (AUTO, "reference"):
         return import_module("agentinfer.ops.custom").opaque_ops()
     if name in RULES and name not in ("triton", "vllm"):

@@ -18,24 +18,28 @@ from torch import Tensor
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
-from agentinfer.ops.provide import Stream, Traced
+from agentinfer.ops.provide import LayerShape, Stream, Traced
 
 Layer = Callable[[Any, Any, int | None, LayerKv, Inputs, Stream], Stream]
 """(what all layers share, weights, window, kv, inputs, stream) -> stream. Writes this step's keys and values to kv."""
 
 
 def compiled_layer(
-    layer: Layer, traced: Callable[[Inputs, LayerKv, HeadShape], Traced], shape: HeadShape, backend: Any = "inductor"
+    layer: Layer,
+    traced: Callable[[Inputs, LayerKv, HeadShape], Traced],
+    shape: HeadShape | LayerShape,
+    backend: Any = "inductor",
 ) -> Layer:
     """*layer* (a plain function) compiled, with its own compilations, which die with it.
 
     *traced*: of the ops that the layer is called with; *shape*: the heads of this rank; *backend*: torch.compile's.
     Calls raise what torch.compile raises, when a kind of layer first meets one position, or several.
     """
+    heads = shape if isinstance(shape, HeadShape) else shape.heads
     run = torch.compile(own(layer), fullgraph=True, dynamic=False, backend=backend, options=rounding(backend))
 
     def call(common: Any, weights: Any, window: int | None, kv: LayerKv, x: Inputs, stream: Stream) -> Stream:
-        step = x.memo.once(("traced", kv.layout), x.table, lambda: unseen(traced(x, kv, shape)))
+        step = x.memo.once(("traced", kv.layout), x.table, lambda: unseen(traced(x, kv, heads)))
         _mark_positions(stream.residual_TD, stream.pending_TD)
         _mark_blocks(kv)
         with torch.no_grad():  # whether gradients are on is part of what is compiled

@@ -1,29 +1,47 @@
 """Ops: the record of callables that models are written in, and its makers. Chosen once, passed in Machine.
 
-A dense layer is five calls (norm_qkv, attend, out_add, norm_gate_up, down_add) between embed and norm_head. A maker
-either composes them of primitives (`composed`) or brings its own.
+A dense layer is five calls (norm_qkv, attend, out_add, norm_gate_up, down_add) between embed and norm_head. Latent
+attention is norm_latent and attend_latent in place of the first two, a layer of experts norm_route and experts_add in
+place of the last two. A maker either composes them of primitives (`composed`) or brings its own.
 
-Shapes: T positions, S samples, D model width, X local qkv width, F local gate width, V local vocabulary, N / H local
-query / KV heads.
+Shapes: T positions, S samples, D model width, X local qkv width, F local gate width (of one expert), V local
+vocabulary, N / H local query / KV heads; U, P, L, C, O as in `mla`, Q the width of a query's latent, A that of all that
+comes down; E, K as in `moe`, G local width of shared experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from agentinfer.ops import attention, linear, norm, rope, sample
+from agentinfer.errors import InvalidSetting
+from agentinfer.ops import attention, linear, mla, moe, norm, rope, sample
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.sample import Sample, SampleRows
 
-__all__ = ["HeadShape", "Ops", "Primitives", "Stream", "Traced", "composed", "reference", "uniform"]
+__all__ = [
+    "HeadShape", "LayerShape", "Ops", "Primitives", "Stream", "Traced", "composed", "lacking", "reference", "uniform",
+]  # fmt: skip
+
+
+@frozen
+class LayerShape:
+    """What the layers of a model are made of on one rank, where they are more than dense layers of some heads."""
+
+    heads: HeadShape
+    """Of latent attention those of its absorbed form: one KV head, as wide as what is cached of a token."""
+    latent: LatentShape | None
+    experts: ExpertShape | None
 
 
 class Stream(NamedTuple):
@@ -76,6 +94,12 @@ Attend = Callable[
     [Tensor, LayerKv, Inputs, HeadShape, Tensor, Tensor | None, Tensor | None, float, float, int | None],
     Tensor,
 ]
+NormLatent = Callable[
+    [Stream, Tensor, Tensor, Tensor | None, Tensor | None, LatentShape, float, float], tuple[Tensor, Tensor, Stream]
+]
+AttendLatent = Callable[[Tensor, Tensor, LayerKv, Inputs, LatentShape, Tensor, Tensor, Tensor, float, float], Tensor]
+NormRoute = Callable[[Stream, Tensor, Tensor, Tensor | None, Routing, float], tuple[Tensor, Tensor, Tensor, Stream]]
+ExpertsAdd = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Stream, Group], Stream]
 
 
 @frozen(eq=False)
@@ -98,6 +122,20 @@ class Ops:
     """(act_TF, weight_DF, bias_D, stream, group): as out_add."""
     norm_head: Callable[[Stream, Tensor, Tensor, Tensor, float, Group, int], Tensor]
     """(stream, samples_S, norm_D, weight_VD, eps, group, vocab_size) -> [S, vocab_size] float32."""
+    norm_latent: NormLatent
+    """(stream, norm_D, down_AD, q_norm_Q, q_up_XQ, shape, eps, latent eps) -> (q [T, N * (U + P)], latent [T, C],
+    stream). Rows of *down*: the query or, with *q_norm* and *q_up*, its latent, which is normed and taken up; then the
+    C rows of keys and values. Rows of the results may lie apart. Nothing is rotated yet, the latent not normed."""
+    attend_latent: AttendLatent
+    """(q, latent, kv, inputs, shape, cos_sin, kv_norm_L, kv_b, scale, latent eps) -> [T, N * O]: norm of the latent,
+    rope, cache write, attention. *kv_b* is [N, U + O, L]."""
+    norm_route: NormRoute
+    """(stream, norm_D, router_ED, bias_E, routing, eps) -> (normed [T, D], weights [T, K] float32, experts [T, K]
+    int64, stream): `moe.route` of the normed positions. *router* and *bias* are float32."""
+    experts_add: ExpertsAdd
+    """(normed, weights, experts, gate_up [E, 2F, D], down [E, D, F], shared gate_up [2G, D], shared down [D, G],
+    stream, group) -> stream: the weighted experts of each position and, where there are some, the shared ones,
+    unweighted; summed over the ranks once."""
     primitives: Primitives
     sample: Sample = sample.sample
     """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool."""
@@ -118,16 +156,21 @@ def _row_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, gro
     return Stream(stream.residual_TD, y)
 
 
+def _normed(p: Primitives, stream: Stream, norm_D: Tensor, eps: float) -> tuple[Tensor, Stream]:
+    if stream.pending_TD is None:
+        return p.rms_norm(stream.residual_TD, norm_D, eps), stream
+    normed, residual = p.fused_add_rms_norm(stream.pending_TD, stream.residual_TD, norm_D, eps)
+    return normed, Stream(residual, None)
+
+
 def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
     """The calls of a layer, composed of *p*; *attend* replaces the one that would be."""
 
     def norm_linear(
         stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Stream]:
-        if stream.pending_TD is None:
-            return p.linear(p.rms_norm(stream.residual_TD, norm_D, eps), weight, bias), stream
-        normed, residual = p.fused_add_rms_norm(stream.pending_TD, stream.residual_TD, norm_D, eps)
-        return p.linear(normed, weight, bias), Stream(residual, None)
+        normed, stream = _normed(p, stream, norm_D, eps)
+        return p.linear(normed, weight, bias), stream
 
     def norm_gate_up(
         stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -167,8 +210,73 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
         norm_gate_up=norm_gate_up,
         down_add=_row_add,
         norm_head=norm_head,
+        norm_latent=partial(_norm_latent, p),
+        attend_latent=partial(_attend_latent, p),
+        norm_route=partial(_norm_route, p),
+        experts_add=partial(_experts_add, p),
         primitives=p,
     )
+
+
+def _norm_latent(
+    p: Primitives, stream: Stream, norm_D: Tensor, down_AD: Tensor, q_norm: Tensor | None, q_up: Tensor | None,
+    shape: LatentShape, eps: float, latent_eps: float,
+) -> tuple[Tensor, Tensor, Stream]:  # fmt: skip
+    normed, stream = _normed(p, stream, norm_D, eps)
+    down = p.linear(normed, down_AD, None)
+    q, latent = down[:, : -shape.cached_dim], down[:, -shape.cached_dim :]
+    if (q_norm is None) != (q_up is None):
+        raise ValueError("a query's latent is normed and taken up, or there is none; one of two weights is missing")
+    if q_norm is not None and q_up is not None:
+        q = p.linear(p.rms_norm(q.contiguous(), q_norm, latent_eps), q_up, None)
+    return q, latent, stream
+
+
+def _attend_latent(
+    p: Primitives, q_TX: Tensor, latent_TC: Tensor, kv: LayerKv, x: Inputs, shape: LatentShape, cos_sin: Tensor,
+    kv_norm_L: Tensor, kv_b: Tensor, scale: float, latent_eps: float,
+) -> Tensor:  # fmt: skip
+    q = q_TX.view(len(q_TX), shape.num_heads, shape.query_dim)
+    latent, key = latent_TC[:, : shape.latent_dim], latent_TC[:, shape.latent_dim :].unsqueeze(1)
+    latent = p.rms_norm(latent.contiguous(), kv_norm_L, latent_eps)
+    turned, key = p.rotary_embedding(x.positions, q[..., shape.nope_dim :], key, cos_sin, shape.interleaved)
+    mla.write_latent(latent, key.squeeze(1), kv, x.slots)
+    q = torch.cat((q[..., : shape.nope_dim], turned), dim=-1)
+    return mla.latent_attention(q, kv, x, shape, kv_b, scale).flatten(1)
+
+
+def _norm_route(
+    p: Primitives, stream: Stream, norm_D: Tensor, router_ED: Tensor, bias_E: Tensor | None, routing: Routing,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Stream]:  # fmt: skip
+    normed, stream = _normed(p, stream, norm_D, eps)
+    weights, experts = moe.route(moe.router_logits(normed, router_ED), bias_E, routing)
+    return normed, weights, experts, stream
+
+
+def _experts_add(
+    p: Primitives, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
+    shared_gate_up: Tensor | None, shared_down: Tensor | None, stream: Stream, group: Group,
+) -> Stream:  # fmt: skip
+    y = moe.experts(normed, weights_TK, experts_TK, gate_up_EFD, down_EDF)
+    if (shared_gate_up is None) != (shared_down is None):
+        raise ValueError("shared experts have two weights, or there are none; one is missing")
+    if shared_gate_up is not None and shared_down is not None:
+        y += p.linear(p.silu_and_mul(p.linear(normed, shared_gate_up, None)), shared_down, None)
+    y = group.all_reduce_sum(y.to(normed.dtype))
+    if stream.pending_TD is not None:
+        y = y + stream.pending_TD
+    return Stream(stream.residual_TD, y)
+
+
+def lacking(maker: str, what: str) -> Callable[..., Any]:
+    """The call of a *maker* that has no kernels for *what* yet: it raises InvalidSetting, naming both."""
+
+    def refuse(*arguments: object) -> Any:
+        del arguments
+        raise InvalidSetting("ops", f"{maker}: no {what} yet; ops reference has it")
+
+    return refuse
 
 
 def uniform(ops: Ops) -> Ops:

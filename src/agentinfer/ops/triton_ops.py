@@ -37,7 +37,7 @@ from agentinfer.ops.kernels.gemm import fits, gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_tokens
 from agentinfer.ops.kv import LayerKv
-from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, reference
+from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, lacking, reference
 from agentinfer.ops.ragged import attend_ragged, check_heads
 from agentinfer.ops.sample import on_device
 
@@ -194,6 +194,10 @@ def triton_ops(
         norm_gate_up=partial(_norm_gate_up, run),
         down_add=partial(_row_add, run),
         norm_head=partial(_norm_head, run),
+        norm_latent=lacking("triton", "latent attention"),
+        attend_latent=lacking("triton", "latent attention"),
+        norm_route=lacking("triton", "experts"),
+        experts_add=lacking("triton", "experts"),
         primitives=Primitives(
             rms_norm=add_norm.rms_norm,
             fused_add_rms_norm=add_norm.fused_add_rms_norm,

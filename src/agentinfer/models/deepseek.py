@@ -1,0 +1,269 @@
+"""DeepSeek-V2 and V3: latent attention and experts, as data and three functions.
+
+Shapes: T positions, S samples, V vocabulary, D model width, N local query heads, U / P numbers of a query or key head
+that are not / are rotated, L latent width, C = L + P what is cached of a token, O value width of a head, Q width of a
+query's latent.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.models import mlp
+from agentinfer.models.deepseek_config import DeepseekConfig, check_tp
+from agentinfer.models.mlp import Experts, Mlp, PackedExperts, PackedMlp
+from agentinfer.models.weights import Spec
+from agentinfer.ops import kv as kvs
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.comm import Group, Ranks
+from agentinfer.ops.compiled import Layer
+from agentinfer.ops.inputs import Inputs
+from agentinfer.ops.kv import Donated, KvCache, KvLayout, LayerKv
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.moe import Routing
+from agentinfer.ops.provide import LayerShape, Ops, Stream
+from agentinfer.ops.rope import cos_sin
+
+_log = logging.getLogger(__name__)
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` says. **Source**: both modeling files leave it at its default."""
+
+
+@frozen(eq=False)
+class LatentLayer(Generic[A]):
+    """The weights of one layer, as the checkpoint has them."""
+
+    attn_norm: A
+    q: A | None
+    """Where queries have no latent; else the next three."""
+    q_down: A | None
+    q_norm: A | None
+    q_up: A | None
+    kv_down: A
+    """Rows: latent, rope key."""
+    kv_norm: A
+    kv_up: A
+    """Rows of a head: key without rope, value."""
+    o: A
+    ffn_norm: A
+    ffn: Mlp[A] | Experts[A]
+
+
+@frozen(eq=False)
+class DeepseekWeights(Generic[A]):
+    """All weights, as the checkpoint has them. No head: the embedding is the head."""
+
+    embed: A
+    layers: tuple[LatentLayer[A], ...]
+    norm: A
+    head: A | None
+
+
+@frozen(eq=False)
+class PackedLatentLayer(Generic[A]):
+    """The weights of one layer, as forward reads them."""
+
+    attn_norm: A
+    down: A
+    """Rows: the query or its latent, then the latent and the rope key of keys and values."""
+    q_norm: A | None
+    q_up: A | None
+    kv_norm: A
+    kv_b: A
+    """[N * (U + O), L] as packed, [N, U + O, L] in Deepseek."""
+    o: A
+    ffn_norm: A
+    ffn: PackedMlp[A] | PackedExperts[A]
+
+
+@frozen(eq=False)
+class PackedDeepseek(Generic[A]):
+    """All weights, merged where one product computes them."""
+
+    embed: A
+    layers: tuple[PackedLatentLayer[A], ...]
+    norm: A
+    head: A | None
+
+
+@frozen(eq=False)
+class Deepseek:
+    """What forward reads: this rank's packed weights, and the rope table that all layers share."""
+
+    embed: Tensor
+    """[V / tp, D]"""
+    layers: tuple[PackedLatentLayer[Tensor], ...]
+    norm: Tensor
+    head: Tensor
+    """[V / tp, D]; the embedding itself where they are tied."""
+    cos_sin: Tensor
+    """[max_positions, P] float32: first half cos, second half sin."""
+
+
+def specs(c: DeepseekConfig) -> DeepseekWeights[Spec]:
+    """Every weight of the model, once: name, shape, cut."""
+    d, q_head, kv_head = c.hidden_size, c.nope_dim + c.rope_dim, c.nope_dim + c.value_dim
+    q_rows = c.num_heads * q_head
+
+    def layer(i: int) -> LatentLayer[Spec]:
+        p, a = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        rank = c.q_lora_rank
+        ffn = p + "mlp."
+        return LatentLayer(
+            attn_norm=Spec(p + "input_layernorm.weight", (d,), kind="norm"),
+            q=Spec(a + "q_proj.weight", (q_rows, d), 0, q_head) if rank is None else None,
+            q_down=None if rank is None else Spec(a + "q_a_proj.weight", (rank, d)),
+            q_norm=None if rank is None else Spec(a + "q_a_layernorm.weight", (rank,), kind="norm"),
+            q_up=None if rank is None else Spec(a + "q_b_proj.weight", (q_rows, rank), 0, q_head),
+            kv_down=Spec(a + "kv_a_proj_with_mqa.weight", (c.kv_lora_rank + c.rope_dim, d)),
+            kv_norm=Spec(a + "kv_a_layernorm.weight", (c.kv_lora_rank,), kind="norm"),
+            kv_up=Spec(a + "kv_b_proj.weight", (c.num_heads * kv_head, c.kv_lora_rank), 0, kv_head),
+            o=Spec(a + "o_proj.weight", (d, c.num_heads * c.value_dim), 1, c.value_dim),
+            ffn_norm=Spec(p + "post_attention_layernorm.weight", (d,), kind="norm"),
+            ffn=(
+                mlp.expert_specs(c.experts, ffn, d)
+                if c.experts.layers[i]
+                else mlp.mlp_specs(ffn, d, c.intermediate_size)
+            ),
+        )
+
+    return DeepseekWeights(
+        embed=Spec("model.embed_tokens.weight", (c.vocab_size, d), 0, pad=True),
+        layers=tuple(layer(i) for i in range(c.num_layers)),
+        norm=Spec("model.norm.weight", (d,), kind="norm"),
+        head=None if c.tied else Spec("lm_head.weight", (c.vocab_size, d), 0, pad=True),
+    )
+
+
+def pack(w: DeepseekWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDeepseek[B]:
+    """Merge what one matrix product computes: rows of q and kv; of gate, up; of all experts."""
+
+    def optional(*parts: A | None) -> B | None:
+        there = tuple(x for x in parts if x is not None)
+        return join(there) if there else None
+
+    def layer(x: LatentLayer[A]) -> PackedLatentLayer[B]:
+        return PackedLatentLayer(
+            attn_norm=join((x.attn_norm,)),
+            down=join(tuple(part for part in (x.q, x.q_down, x.kv_down) if part is not None)),
+            q_norm=optional(x.q_norm),
+            q_up=optional(x.q_up),
+            kv_norm=join((x.kv_norm,)),
+            kv_b=join((x.kv_up,)),
+            o=join((x.o,)),
+            ffn_norm=join((x.ffn_norm,)),
+            ffn=mlp.pack_mlp(x.ffn, join) if isinstance(x.ffn, Mlp) else mlp.pack_experts(x.ffn, join),
+        )
+
+    return PackedDeepseek(join((w.embed,)), tuple(layer(x) for x in w.layers), join((w.norm,)), optional(w.head))
+
+
+def ready(c: DeepseekConfig, w: PackedDeepseek[Tensor], max_positions: int) -> Deepseek:
+    """What forward reads, for sequences of up to *max_positions* tokens. Says that layers are left out, if any are."""
+    if c.mtp_layers:
+        _log.info("%s: %d layers of multi-token prediction are not used", c.architecture, c.mtp_layers)
+
+    def layer(x: PackedLatentLayer[Tensor]) -> PackedLatentLayer[Tensor]:
+        ffn = mlp.stacked(x.ffn, c.experts.num_experts) if isinstance(x.ffn, PackedExperts) else x.ffn
+        return evolve(x, kv_b=x.kv_b.view(-1, c.nope_dim + c.value_dim, c.kv_lora_rank), ffn=ffn)
+
+    head = w.embed if w.head is None else w.head
+    table = cos_sin(c.rope, max_positions, w.embed.device)
+    return Deepseek(w.embed, tuple(layer(x) for x in w.layers), w.norm, head, table)
+
+
+@frozen(eq=False)
+class Shared:
+    """What all layers of a forward pass have in common."""
+
+    ops: Ops
+    tp: Group
+    shape: LatentShape
+    routing: Routing
+    eps: float
+    scale: float
+    cos_sin: Tensor
+    """[max_positions, P] float32."""
+
+
+def layer(
+    s: Shared, w: PackedLatentLayer[Tensor], window: int | None, kv: LayerKv, x: Inputs, stream: Stream
+) -> Stream:
+    """One layer of the model. Writes the latents and rope keys of this step to *kv*. No layer has a *window*.
+
+    **Source**: DeepSeek-V2 report, 2.1 and appendix C; the DeepSeek-V2 and V3 modeling files.
+    """
+    del window
+    ops = s.ops
+    q_TX, latent_TC, stream = ops.norm_latent(
+        stream, w.attn_norm, w.down, w.q_norm, w.q_up, s.shape, s.eps, LATENT_EPS
+    )  # fmt: skip
+    attn_TX = ops.attend_latent(q_TX, latent_TC, kv, x, s.shape, s.cos_sin, w.kv_norm, w.kv_b, s.scale, LATENT_EPS)
+    stream = ops.out_add(attn_TX, w.o, None, stream, s.tp)
+    return mlp.feed_forward(ops, s.tp, s.routing, s.eps, w.ffn_norm, w.ffn, stream)
+
+
+def forward(
+    c: DeepseekConfig, w: Deepseek, ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs, run: Layer = layer
+) -> tuple[Tensor, KvCache]:
+    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's latents. *Donates* kv.
+
+    *run*: `layer`, or what was made of it.
+    """
+    kv = kv.consume("forward")
+    tp = ranks.tp
+    shared = Shared(ops, tp, local_shape(c, tp.size), c.experts.routing, c.norm_eps, c.scale, w.cos_sin)
+    stream = ops.embed(x.ids, w.embed, tp)
+    for weights, cache in zip(w.layers, kv.layers, strict=True):
+        stream = run(shared, weights, None, cache, x, stream)
+    return ops.norm_head(stream, x.samples, w.norm, w.head, c.norm_eps, tp, c.vocab_size), kv
+
+
+def forward_through(
+    wrap: Callable[[Layer], Layer],
+) -> Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]:
+    """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
+    return partial(forward, run=wrap(layer))
+
+
+def local_shape(c: DeepseekConfig, tp: int) -> LatentShape:
+    """The heads of one of *tp* ranks."""
+    return LatentShape(c.num_heads // tp, c.nope_dim, c.rope_dim, c.kv_lora_rank, c.value_dim, c.interleaved)
+
+
+def layer_shape(c: DeepseekConfig, tp: int) -> LayerShape:
+    """What the layers of one of *tp* ranks are made of."""
+    latent = local_shape(c, tp)
+    heads = HeadShape(latent.num_heads, 1, latent.cached_dim)
+    return LayerShape(heads, latent, mlp.expert_shape(c.experts, tp))
+
+
+def kv_layouts(c: DeepseekConfig, tp: int, block_size: int, dtype: torch.dtype) -> tuple[KvLayout, ...]:
+    """What each layer keeps of a token on one of *tp* ranks. Raises InvalidSetting if they can not share the heads."""
+    check_tp(c, tp)
+    return (kvs.mla(block_size, c.kv_lora_rank, c.rope_dim, dtype),) * c.num_layers
+
+
+def rename(c: DeepseekConfig, key: str) -> str | None:
+    """The model's name for a checkpoint's *key*; None: known, and of no use here.
+
+    That are layers of multi-token prediction, which follow the others, and a head beside a tied embedding.
+    """
+    layer = re.match(r"model\.layers\.(\d+)\.", key)
+    if layer is not None and c.num_layers <= int(layer[1]) < c.num_layers + c.mtp_layers:
+        return None
+    if key.endswith("rotary_emb.inv_freq") or (c.tied and key == "lm_head.weight"):
+        return None
+    return key
