@@ -39,6 +39,8 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     """As safetensors names it: F32, BF16, I64, ..."""
+    scales: Stored | None = None
+    """What its blocks are to be multiplied by (see fp8); None: it is what it says."""
 
 
 @frozen(eq=False)

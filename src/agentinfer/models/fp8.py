@@ -49,7 +49,7 @@ def covering(part: slice) -> slice:
     return slice(part.start // BLOCK, -(-part.stop // BLOCK))
 
 
-def dequantized(stored: Tensor, scales: Tensor, first: tuple[int, int]) -> Tensor:
+def dequantized(stored: Tensor, scales: Tensor, first: tuple[int, ...]) -> Tensor:
     """A part of a weight in float32. *stored* begins at row and column *first* of the whole; *scales* are those of the
     blocks that cover it.
     """

@@ -23,6 +23,7 @@ from agentinfer.models.config import CONFIG, DTYPES, architecture_of, check_tp, 
 from agentinfer.models.deepseek_config import check_tp as check_latent_tp
 from agentinfer.models.deepseek_config import read_deepseek
 from agentinfer.models.folder import read_json
+from agentinfer.models.fp8 import SCALES
 from agentinfer.models.weights import (
     STORED_DTYPES,
     Fused,
@@ -282,8 +283,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     count = dict.fromkeys(STORED_DTYPES, 0)
-    for stored in checkpoint.tensors.values():
-        if stored.dtype in count:
+    for key, stored in checkpoint.tensors.items():
+        if stored.dtype in count and not key.endswith(SCALES):
             count[stored.dtype] += int(torch.Size(stored.shape).numel())
     return STORED_DTYPES[max(count, key=lambda name: count[name])]
 

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.checkpoint import MAPPED_BYTES, Checkpoint, Stored, Where, reader
+from agentinfer.models.fp8 import SCALES, covering, dequantized, scales_shape
+from agentinfer.models.fp8 import STORED as FP8
 from agentinfer.ops.comm import Group
 
 _log = logging.getLogger(__name__)
@@ -150,7 +152,7 @@ def _each(tree: Any) -> Iterator[Spec]:
 
 
 def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None]) -> dict[str, Stored]:
-    """The stored tensor of each Spec of the tree *specs*, by name.
+    """The stored tensor of each Spec of the tree *specs*, by name; those in 8 bits with their scales.
 
     *rename*: a key of the checkpoint -> the model's name for it, None where it is known to be of no use.
     Raises CheckpointError that lists all that is missing, unexpected, of a wrong shape or dtype.
@@ -160,7 +162,9 @@ def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None
     faults: list[str] = []
     unused: list[str] = []
     for key, stored in checkpoint.tensors.items():
-        name = rename(key)
+        name = rename(key.removesuffix(SCALES))
+        if name is not None and key.endswith(SCALES):
+            continue
         if name is None:
             unused.append(key)
         elif name in found:
@@ -172,12 +176,13 @@ def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None
     if unused:
         _log.info("%s: %d tensors are knowingly not used, %s among them", checkpoint.folder, len(unused), unused[0])
     faults += [f"missing: {name}" for name in wanted if name not in found]
+    faults += _take_scales(checkpoint, found, rename)
     for name, stored in found.items():
         if stored.shape != wanted[name].shape:
             faults.append(
                 f"{stored.file.name}: {stored.key} has shape {stored.shape}, the model wants {wanted[name].shape}"
             )
-        if stored.dtype not in STORED_DTYPES:
+        if stored.dtype not in STORED_DTYPES and stored.scales is None:
             why = " without its scales" if stored.dtype.startswith("F8") else ""
             good = ", ".join(STORED_DTYPES)
             faults.append(f"{stored.file.name}: {stored.key} is of {stored.dtype}{why}; weights must be {good}")
@@ -186,16 +191,43 @@ def match(checkpoint: Checkpoint, specs: Any, rename: Callable[[str], str | None
     return found
 
 
+def _take_scales(
+    checkpoint: Checkpoint, found: dict[str, Stored], rename: Callable[[str], str | None]
+) -> list[str]:  # fmt: skip
+    """Put the scales of *checkpoint* beside their weights in *found*, in place; what is wrong with them, in words."""
+    faults: list[str] = []
+    for key, scales in checkpoint.tensors.items():
+        name = rename(key.removesuffix(SCALES))
+        if name is None or not key.endswith(SCALES):
+            continue
+        weight, where = found.get(name), f"{key} in {scales.file.name}"
+        if weight is None:
+            faults.append(f"unexpected: {where}")
+        elif weight.dtype != FP8 or len(weight.shape) != 2:
+            faults.append(f"unexpected: {where}: {weight.key} is of {weight.dtype} and needs no scales")
+        elif scales.shape != scales_shape(weight.shape) or scales.dtype not in STORED_DTYPES:
+            wanted = f"{', '.join(STORED_DTYPES)} of shape {scales_shape(weight.shape)}"
+            faults.append(f"{where} is {scales.dtype} of shape {scales.shape}; {weight.key} wants {wanted}")
+        else:
+            found[name] = attrs.evolve(weight, scales=scales)
+    return faults
+
+
 def load(packed: Any, found: Mapping[str, Stored], tp: Group, device: torch.device, dtype: torch.dtype) -> Any:
     """Read this rank's part of every weight of *packed* (a tree of Fused), as a tree of Tensor on *device*.
 
     Reads only what this rank holds, a few MiB at a time: little more than the weights themselves is ever in memory.
+    What is stored in 8 bits is multiplied out in float32 and rounded to *dtype* once.
     Raises CheckpointError naming file and key for numbers that are not finite, in the file or once cast.
     """
     with reader() as read_stored:
 
         def read(spec: Spec, where: Where) -> Tensor:
-            return read_stored(found[spec.name], where)
+            stored = found[spec.name]
+            if stored.scales is None:
+                return read_stored(stored, where)
+            scales = read_stored(stored.scales, tuple(covering(part) for part in where))
+            return dequantized(read_stored(stored, where), scales, tuple(part.start for part in where))
 
         def label(spec: Spec) -> str:
             return f"{found[spec.name].file}: {found[spec.name].key}"
