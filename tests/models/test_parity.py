@@ -116,9 +116,11 @@ def test_tensor_parallel(case: tiny.Tiny, size: int) -> None:
     assert drive.worst(got[0][2], wanted(case, tuple(OTHERS[1]))) < CLOSE
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3-window", "llama-bias"], indirect=True)
+@pytest.mark.parametrize(
+    "case", ["qwen2", "qwen3-window", "llama-bias", "deepseek-v2", "deepseek-v3", "qwen3-moe"], indirect=True
+)
 def test_other_ops(case: tiny.Tiny) -> None:
-    """Written in five calls, the model runs over another maker's ops as well."""
+    """Written in calls of Ops, the model runs over another maker's ops as well."""
     loaded = drive.load(case.folder)
     driver = drive.Driver(loaded.model, loaded.weights, loaded.ranks, ops=opaque_ops())
     assert drive.worst(run(driver, [20, 5, 1]), wanted(case)) < CLOSE
