@@ -17,6 +17,7 @@ import deepseeks
 from agentinfer.models import deepseek
 from agentinfer.models.mlp import PackedExperts
 from agentinfer.models.model import load_model
+from agentinfer.models.weights import tree_map
 from agentinfer.ops import moe
 from agentinfer.ops.comm import alone
 from agentinfer.ops.norm import rms_norm, silu_and_mul
@@ -201,6 +202,35 @@ def test_no_near_ties(root: Path) -> None:
         good = drive.load(tiny.make(name, root).folder)
         run(drive.Driver(good.model, good.weights, good.ranks, ops=with_router(watch)))
     assert min(gaps) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "qwen3-moe"])
+def test_bfloat16_by_the_same_routes(name: str, root: Path) -> None:
+    """In bfloat16, sent to the experts that float32 chooses (so that no near tie decides), logits are float32's but for
+    rounding; weights of routes are float32 in both.
+    """
+    folder, routes = tiny.make(name, root).folder, list[Tensor]()
+
+    def record(logits: Tensor, bias: Tensor | None, r: moe.Routing) -> tuple[Tensor, Tensor]:
+        weights, ids = moe.route(logits, bias, r)
+        routes.append(ids)
+        return weights, ids
+
+    def follow(logits: Tensor, bias: Tensor | None, r: moe.Routing) -> tuple[Tensor, Tensor]:
+        del bias
+        ids = routes.pop(0)
+        weights = (logits.softmax(-1) if r.scoring == "softmax" else logits.sigmoid()).gather(1, ids)
+        weights = weights / weights.sum(-1, keepdim=True) if r.normalise else weights
+        return weights * r.scale, ids
+
+    model, weights = load_model(folder, torch.bfloat16, alone())
+    wide = tree_map(lambda x: x.to(torch.float32), weights)
+    as_wide = attrs.evolve(model, dtype=torch.float32)
+    want = run(drive.Driver(as_wide, wide, alone(), ops=with_router(record)))
+    got = run(drive.Driver(model, weights, alone(), ops=with_router(follow)))
+    assert not routes
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert 1e-4 < float(errors.max()) < 0.04
 
 
 def by_hand(w: Any, x: Tensor, scale: float, *, normalise: bool) -> Tensor:
