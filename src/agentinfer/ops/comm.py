@@ -1,18 +1,21 @@
 """Ranks and the collectives between them. The one module that may ever know torch.distributed.
 
-A world of one touches none of it. `Threads` runs the ranks of a tensor-parallel group as threads of one process, so
-that tensor parallelism is testable anywhere.
+A world of one touches none of it. `Processes` are ranks of a process each, over gloo or NCCL; `Threads` runs the ranks
+of a tensor-parallel group as threads of one process, so that tensor parallelism is testable anywhere.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from torch import Tensor
 
 from agentinfer.errors import AgentInferError
@@ -152,6 +155,157 @@ class Threads:
     def broadcast(self, x: Tensor, source: int, rank: int) -> Tensor:
         """See Comm."""
         return x if self.size == 1 else self._exchange(x, rank, lambda shown: shown[source].clone())
+
+
+@define(eq=False)
+class Pulse:
+    """How far a rank has come. Mutable: its main thread writes it, the thread that watches reads it, and back."""
+
+    deadline_s: float = 600.0
+    """Seconds that a rank waits for others in one collective."""
+    step: int = -1
+    """The step that it launched last."""
+    calls: int = 0
+    """Collectives that it has begun."""
+    since: float | None = None
+    """When it began to wait in one (time.monotonic); None: it waits in none."""
+    lost: str = ""
+    """Which rank is gone, and why: whoever waits gives up. Empty: all is well."""
+
+
+_SLICE = timedelta(milliseconds=200)
+_WHO_S = 3.0
+
+
+class Processes:
+    """The ranks are processes, which meet in a process group of torch: gloo on the host, NCCL between GPUs. Mutable:
+    it holds connections, and tells *pulse* where it is.
+
+    On the host a collective waits; one that others do not come to raises RankLost after `pulse.deadline_s`, or as soon
+    as `pulse.lost` is set. On a GPU only the stream waits, so only its host can have a deadline.
+    """
+
+    __slots__ = ("_group", "_on_host", "pulse", "size")
+
+    def __init__(self, group: Any, size: int, pulse: Pulse, *, on_host: bool) -> None:
+        self._group = group
+        self._on_host = on_host
+        self.pulse = pulse
+        self.size = size
+
+    def group(self, rank: int) -> Group:
+        """This group as its member *rank*, which this process is, sees it."""
+        return Group(rank, self.size, self)
+
+    def all_reduce_sum(self, x: Tensor, rank: int) -> Tensor:
+        """See Comm. Each number is summed in one place and sent to all, so every rank gets the same bits."""
+        del rank
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._wait(lambda: self._group.allreduce([total]))
+        return total
+
+    def all_gather_last_dim(self, x: Tensor, rank: int) -> Tensor:
+        """See Comm."""
+        del rank
+        shown = x.new_empty((self.size, *x.shape))
+        whole = x.contiguous()
+        self._wait(lambda: self._group.allgather([list(shown.unbind())], [whole]))
+        return torch.cat(shown.unbind(), dim=-1)
+
+    def broadcast(self, x: Tensor, source: int, rank: int) -> Tensor:
+        """See Comm."""
+        del rank
+        options = _torch_distributed().BroadcastOptions()
+        options.rootRank = source
+        copy = x.clone(memory_format=torch.contiguous_format)
+        self._wait(lambda: self._group.broadcast([copy], options))
+        return copy
+
+    def abandon(self) -> None:
+        """Let no kernel of NCCL wait any longer. For the thread that watches; what was in the collectives is lost."""
+        if not self._on_host:
+            self._group.abort()
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        if self.pulse.lost:
+            raise RankLost(self.pulse.lost)
+        self.pulse.calls += 1
+        self.pulse.since = time.monotonic()
+        try:
+            work = begin()
+            if self._on_host:
+                self._wait_here(work, self.pulse.since + self.pulse.deadline_s)
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise RankLost(self._who(error)) from error
+        finally:
+            self.pulse.since = None
+
+    def _wait_here(self, work: Any, until: float) -> None:
+        """Return when *work* is done. In slices: nothing else can end a wait of gloo from outside."""
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed() or self.pulse.lost or time.monotonic() > until:
+                    raise
+            else:
+                return
+
+    def _who(self, error: RuntimeError) -> str:
+        """Which rank is gone: the others' word for it, which comes a moment after a connection breaks."""
+        until = time.monotonic() + _WHO_S
+        while not self.pulse.lost and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.pulse.lost or f"collective {self.pulse.calls} of {self.size} ranks failed: {error}"
+
+
+def _torch_distributed() -> Any:
+    """Imported by who has other ranks, and nobody else. Much of it is not typed."""
+    return import_module("torch.distributed")
+
+
+def open_store(host: str, port: int, *, serve: bool, wait_s: float = 60.0) -> Any:
+    """The key-value store through which ranks find each other (torch's TCPStore).
+
+    *serve*: this process holds it, at `.port`: a free one that the system picks if *port* is 0. Raises RankLost.
+    """
+    try:
+        return _torch_distributed().TCPStore(host, port, None, serve, timedelta(seconds=wait_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise RankLost(f"no meeting point at {host}:{port}: {error}") from error
+
+
+def connect(store: Any, name: str, rank: int, size: int, device: torch.device, pulse: Pulse) -> Processes:
+    """The group *name* of *size* processes, all of which call this: over NCCL for a CUDA device, else over gloo.
+
+    No default group of torch is made, so a process may be in several. Raises RankLost.
+    """
+    distributed = _torch_distributed()
+    on_host = device.type != "cuda"
+    try:
+        own = distributed.PrefixStore(name, store)
+        if on_host:
+            group = distributed.ProcessGroupGloo(own, rank, size, timedelta(seconds=pulse.deadline_s))
+        else:
+            torch.cuda.set_device(device)
+            options = distributed.ProcessGroupNCCL.Options()
+            group = distributed.ProcessGroupNCCL(own, rank, size, options)
+    except RuntimeError as error:
+        raise RankLost(pulse.lost or f"rank {rank} can not join the {size} of {name}: {error}") from error
+    return Processes(group, size, pulse, on_host=on_host)
+
+
+def fits_peer_buffer(x: Tensor, buffer_bytes: int, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether a peer-to-peer all-reduce with staging buffers of *buffer_bytes* can take *x*: contiguous, of a listed
+    dtype, not empty, of whole 16-byte units from an address that is one, no larger than the buffer.
+
+    What does not fit goes the plain way.
+    """
+    size = x.numel() * x.element_size()
+    whole = size % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype in dtypes and x.is_contiguous() and whole and 0 < size <= buffer_bytes
 
 
 @frozen(eq=False)
