@@ -26,6 +26,8 @@ from agentinfer.cli import chat as chat_command
 from agentinfer.cli import generate as generate_command
 from agentinfer.cli import main, opened
 from agentinfer.cli.flags import make_parser
+from agentinfer.cli.opened import params_of
+from agentinfer.cli.usage import Usage
 from agentinfer.errors import AgentInferError
 from agentinfer.loop import Delta, generate, open_engine, stream
 from agentinfer.state.request import SamplingParams
@@ -213,6 +215,16 @@ def test_flags_reach_the_engine(call: Call, model: Path, monkeypatch: pytest.Mon
         Settings(),
         SamplingParams(temperature=0.0),
     ]  # fmt: skip
+
+
+def test_stop_texts_reach_the_engine(call: Call, model: Path) -> None:
+    """Each --stop is one text, refused as the flag if it is empty, and by a model without a tokenizer."""
+    args = make_parser().parse_args(["generate", "MODEL", "--stop", "a b", "--stop", "c"])
+    assert params_of(args).stop == ("a b", "c")
+    status, out, _ = call("generate", model, "--prompt-ids", "1", "--stop", "a", "--json")
+    assert (status, objects(out)[0]["error"].split(":")[0]) == (1, "stop")
+    with pytest.raises(Usage, match="--stop: item 0"):
+        params_of(make_parser().parse_args(["generate", "MODEL", "--stop", ""]))
 
 
 def test_help_names_every_flag_of_generate() -> None:

@@ -20,20 +20,21 @@ if TYPE_CHECKING:
         InvalidSetting,
         StaleHandle,
     )
-    from agentinfer.loop import Delta, Engine, Result, World, advance, generate, open_engine, run, start, stream
+    from agentinfer.loop import Delta, Engine, World, advance, generate, open_engine, run, start, stream
     from agentinfer.models.model import Model, load_model, read_config
     from agentinfer.ops.comm import Ranks, alone
     from agentinfer.ops.inputs import Inputs, stage
     from agentinfer.ops.kv import KvCache
     from agentinfer.ops.provide import Ops, reference
     from agentinfer.ops.sample import sample
+    from agentinfer.result import Result
     from agentinfer.state.admit import abort, arrive, fits, fork, validate
     from agentinfer.state.blocks import BlockPool
     from agentinfer.state.check import violations
     from agentinfer.state.columns import Columns
     from agentinfer.state.commit import commit, flush
     from agentinfer.state.engine import EngineState, digest, has_work, initial, status, tokens_of
-    from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+    from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
     from agentinfer.state.history import Forecast, Moment, diff, ended, explain, fold, forecast, replay, rewind, step
     from agentinfer.state.ids import BlockId, Row, SeqId
     from agentinfer.state.limits import Limits
@@ -58,7 +59,7 @@ _NAMES: Final = MappingProxyType(
         "state.columns": "Columns",
         "state.blocks": "BlockPool",
         "state.plan": "Output Plan Sampled SamplingColumns sampled",
-        "state.event": "Aborted Arrived Event Failed Forked Landed Stepped",
+        "state.event": "Aborted Arrived Event Failed Forked Landed Stepped Stopped",
         "state.engine": "EngineState digest has_work initial status tokens_of",
         "state.admit": "abort arrive fits fork validate",
         "state.policy": "POLICIES Policy Turn reserve throughput",
@@ -76,7 +77,8 @@ _NAMES: Final = MappingProxyType(
         "steps": "Device Flight Machine decode_step land launch prefill_step",
         "build": "MemoryPlan Settings memory_plan",
         "text": "Text chat decode encode load_text",
-        "loop": "Delta Engine Result World advance generate open_engine run start stream",
+        "result": "Result",
+        "loop": "Delta Engine World advance generate open_engine run start stream",
     }
 )
 """The module of each public name, below this package."""
@@ -127,6 +129,7 @@ __all__ = [
     "Settings",
     "StaleHandle",
     "Stepped",
+    "Stopped",
     "Text",
     "Trace",
     "Turn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -14,26 +14,32 @@ from attrs import define, evolve, field, frozen
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, InvalidRequest
 from agentinfer.ops.kv import renew
+from agentinfer.result import (
+    Note,
+    Prompt,
+    Result,
+    caught_up,
+    heard,
+    reader_of,
+    result_of,
+    shown,
+    silent,
+    stopped,
+    token_ids,
+)
 from agentinfer.state.admit import validate
 from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.history import fold
-from agentinfer.state.ids import SeqId, ints, seal, tupled
+from agentinfer.state.ids import SeqId, ints, seal
 from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
 from agentinfer.steps import Device, Flight, Machine, land, launch
-from agentinfer.text import Text, decode, encode, eos_union, feed, flush_text, load_text, new_decoder
-
-Note = Callable[[Event, EngineState], None]
-"""Told of each event and the state after it: a trace is what it was told."""
-
-
-def silent(_event: Event, _state: EngineState) -> None:
-    """Note nothing."""
+from agentinfer.text import Reader, Text, eos_union, load_text, read, read_end
 
 
 @frozen(eq=False)
@@ -118,6 +124,8 @@ class Engine:
     """What `step` has still to give: of a step that raised, or of sequences that whoever stepped did not wait for."""
     boxes: dict[SeqId, list[Finished]] = field(factory=dict[SeqId, list[Finished]])
     """Where the end of a sequence goes for which `run` or `stream` waits."""
+    readers: Mapping[SeqId, Reader] = field(factory=dict[SeqId, Reader])
+    """Of the live sequences that stop strings can end."""
 
     @property
     def unfinished(self) -> bool:
@@ -126,7 +134,7 @@ class Engine:
 
     def add(self, request: Request, name: str | None = None) -> SeqId:
         """Queue *request*. Raises InvalidRequest if it can never be served, or if *name* is that of a live one."""
-        validate(self.machine.limits, request)
+        check(self, request)
         if name is not None and self.names.get(name) in live(self.world.state):
             raise InvalidRequest("request_id", f"{name!r} is in use by a request that has not ended")
         seq = SeqId(self.world.state.next_seq)
@@ -179,11 +187,14 @@ class Engine:
         self.world = World(state, now.device, None)
         self.kept.clear()
         left = live(state)
+        self.readers = caught_up(self.text, state)
         self.boxes = {seq: box for seq, box in self.boxes.items() if seq in left}
 
     def _hear(self, event: Event) -> None:
-        state = fold(self.world.state, (event,))
+        before = self.world.state
+        state = fold(before, (event,))
         self.world = evolve(self.world, state=state)
+        self.readers = heard(self.readers, event, range(before.next_seq, state.next_seq))
         self.news.append((event, state))
         _tell(self)
 
@@ -201,10 +212,10 @@ def _turn(engine: Engine) -> Output | None:
         engine.news.append((event, state))
 
     try:
-        engine.world, output = advance(engine.machine, before, note=note)
+        output = _enter(engine, *advance(engine.machine, before, note=note), note)
     except BaseException:
         engine.news.clear()  # of a step that never was
-        engine.world, output = recovered(before, note)
+        output = _enter(engine, *recovered(before, note), note)
         _keep(engine, output)
         _tell(engine)
         raise
@@ -212,6 +223,13 @@ def _turn(engine: Engine) -> Output | None:
     _tell(engine)
     if output is None and engine.world.flight is None and has_work(engine.world.state) and before.flight is None:
         raise AgentInferError("nothing is running and the policy admits none of those that wait")
+    return output
+
+
+def _enter(engine: Engine, world: World, output: Output | None, note: Note) -> Output | None:
+    """Go on from *world*; the output, with the ends that stop strings in it bring."""
+    state, output, readers = stopped(engine.text, engine.readers, world.state, output, note)
+    engine.world, engine.readers = World(state, world.device, world.flight), readers
     return output
 
 
@@ -264,25 +282,6 @@ def start(machine: Machine, device: Device, text: Text | None = None, note: Note
     return Engine(machine, World(initial(machine.limits), device, None), text, note)
 
 
-@frozen
-class Result:
-    """What became of one prompt."""
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    """An end or stop token included."""
-    text: str | None
-    """The output without its end token; None without a tokenizer."""
-    finish_reason: str
-    cached_tokens: int
-    """Prompt tokens whose KV was found instead of computed."""
-    error: str | None
-
-
-Prompt = str | Sequence[int]
-
-
 def generate(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -304,7 +303,7 @@ def generate(
         try:
             ids = token_ids(engine.text, prompt)
             request = Request(ids, chosen)
-            validate(engine.machine.limits, request)
+            check(engine, request)
         except InvalidRequest as error:
             results[i] = Result(i, ids, (), None, "rejected", 0, str(error))
         else:
@@ -381,7 +380,7 @@ def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingPara
     request = Request(token_ids(engine.text, prompt), params)
     seq = engine.add(request)
     box, seen = _box_of(engine, (seq,)), len(request.prompt)
-    decoder, done = new_decoder(), None
+    reader, done = reader_of(params), None
     try:
         while done is None:
             done = box.pop() if box else None
@@ -391,10 +390,13 @@ def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingPara
                 continue
             seen += len(tokens)
             piece = ""
-            shown = tokens[:-1] if done is not None and done.reason == "stop" else tokens
             if engine.text is not None:
-                decoder, piece = feed(engine.text, decoder, shown)
-                piece += flush_text(engine.text, decoder) if done is not None else ""
+                reader, piece = read(
+                    engine.text,
+                    reader,
+                    tokens if done is None else shown(done)[seen - len(tokens) - len(request.prompt) :],
+                )
+                piece += read_end(engine.text, reader) if done is not None else ""
             yield Delta(piece, tokens, None if done is None else result_of(engine.text, done, 0))
     finally:
         if done is None:
@@ -408,25 +410,11 @@ def _tokens_since(state: EngineState, seq: SeqId, first: int) -> tuple[int, ...]
         return ()
 
 
-def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:
-    """The prompt as token ids. Raises InvalidRequest if it is neither, or text where there is no tokenizer."""
-    if not isinstance(prompt, str):
-        ids = tupled(prompt)
-        if type(ids) is not tuple:
-            raise InvalidRequest("prompt", f"must be text or token ids, not {prompt!r}")
-        return ids
-    if text is None:
-        raise InvalidRequest("prompt", "is text, but the checkpoint has no tokenizer; give token ids")
-    return encode(text, prompt)
-
-
-def result_of(text: Text | None, done: Finished, index: int) -> Result:
-    """*done*, for the client that asked."""
-    ids = done.output
-    shown = ids[:-1] if done.reason == "stop" else ids
-    words = None if text is None else decode(text, shown)
-    error = done.detail if done.reason in ("error", "rejected", "abort") else None
-    return Result(index, done.request.prompt, ids, words, done.reason, done.cached, error)
+def check(engine: Engine, request: Request) -> None:
+    """Refuse what *engine* can never serve. Raises InvalidRequest naming the field."""
+    validate(engine.machine.limits, request)
+    if request.params.stop and engine.text is None:
+        raise InvalidRequest("stop", "is text, but the checkpoint has no tokenizer; give stop_token_ids")
 
 
 def _bar(total: int, progress: bool | None):  # noqa: ANN202 - tqdm's own class, which has no stubs

@@ -27,11 +27,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from agentinfer.chat_template import ChatTemplates, read_templates, render
 from agentinfer.errors import CheckpointError, InvalidRequest
 from agentinfer.models.folder import member, read_json_if_there
+from agentinfer.scan import scan, undecided
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -131,6 +132,25 @@ class Decoder:
     utf8: Utf8 = Utf8()
     before: tuple[str, ...] = ()
     """The last token decoded, if the text of the next one depends on it; () at the start of the output."""
+    spaces_between_special_tokens: bool = True
+    """Keep the spaces that some tokenizers put between tokens where both are special ones."""
+
+
+@frozen
+class Reader:
+    """Where the reading of one output stands: its decoder, and the stop strings looked for. As immutable as Decoder."""
+
+    decoder: Decoder = Decoder()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    """A stop string that ends within the text of so many tokens does not count."""
+    count: int = 0
+    """Tokens read."""
+    held: str = ""
+    """Text that may still become a stop string."""
+    found: str | None = None
+    """The stop string that ended the output; what came after its last token was not read."""
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -311,9 +331,9 @@ def decode(text: Text, ids: Iterable[int], *, skip_special_tokens: bool = True) 
     return words + flush_text(text, decoder)
 
 
-def new_decoder(*, skip_special_tokens: bool = True) -> Decoder:
+def new_decoder(*, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
     """The start of an output."""
-    return Decoder(skip_special_tokens)
+    return Decoder(skip_special_tokens, spaces_between_special_tokens=spaces_between_special_tokens)
 
 
 def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str]:
@@ -326,7 +346,7 @@ def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str
     tokens = (token for token in found if token is not None and token not in skipped)
     if text.decoding == "bytes":
         utf8, words = feed_utf8(decoder.utf8, b"".join(map(_bytes_of, tokens)))
-        return Decoder(decoder.skip_special_tokens, utf8), words
+        return evolve(decoder, utf8=utf8), words
     pieces: list[str] = []
     for token in tokens:
         decoder, words = _feed_piece(text, decoder, token)
@@ -337,6 +357,48 @@ def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str
 def flush_text(text: Text, decoder: Decoder) -> str:
     """The end of an output: U+FFFD if a character was cut off, else nothing."""
     return flush_utf8(decoder.utf8, each_byte=text.decoding != "bytes")
+
+
+def read(text: Text, reader: Reader, ids: Iterable[int]) -> tuple[Reader, str]:
+    """As `feed`, up to the first stop string: the text that is certain to be shown, and was not given before.
+
+    Of stop strings the one that ends first counts; of those that end together, the longest. One that is a special token
+    counts even where special tokens are skipped. Nothing after it is read: `found` and `count` say where that was.
+    """
+    if not reader.stop:
+        ids = tuple(ids)
+        decoder, words = feed(text, reader.decoder, ids)
+        return evolve(reader, decoder=decoder, count=reader.count + len(ids)), words
+    pieces: list[str] = []
+    for token in ids:
+        if reader.found is not None:
+            break
+        reader, words = _read_one(text, reader, token)
+        pieces.append(words)
+    return reader, "".join(pieces)
+
+
+def read_end(text: Text, reader: Reader) -> str:
+    """What is left to show at the end of an output."""
+    return "" if reader.found is not None else reader.held + flush_text(text, reader.decoder)
+
+
+def _read_one(text: Text, reader: Reader, token: int) -> tuple[Reader, str]:
+    decoder, piece = feed(text, reader.decoder, (token,))
+    count = reader.count + 1
+    if count <= reader.min_tokens:
+        words = reader.held + piece
+        at = undecided(reader.stop, words)
+        return evolve(reader, decoder=decoder, count=count, held=words[at:]), words[:at]
+    name = text.tokenizer.id_to_token(token)
+    if decoder.skip_special_tokens and name in text.special and name in reader.stop:
+        before, mark, held = reader.held + flush_text(text, decoder), name, ""
+    else:
+        scanned = scan(reader.stop, reader.held, piece)
+        before, mark, held = scanned.before, scanned.mark, scanned.rest
+    if mark is not None:
+        before, held = before + mark if reader.include_stop_str_in_output else before, ""
+    return evolve(reader, decoder=decoder, count=count, held=held, found=mark), before
 
 
 def _bytes_of(token: str) -> bytes:
@@ -354,21 +416,25 @@ def _feed_piece(text: Text, decoder: Decoder, token: str) -> tuple[Decoder, str]
     what the first alone gives is cut off. Byte tokens are gathered into characters; only the very first characters go
     through the tokenizer's decoder too, which may strip a space there.
     """
-    skip, before = decoder.skip_special_tokens, decoder.before
+    before = decoder.before
     byte = _BYTE_TOKEN.fullmatch(token) if text.decoding == "fallback" else None
     if byte is None:
         cut = flush_text(text, decoder)
         if cut:
             before = before or ("<0xFF>",)
-        return Decoder(skip, Utf8(), (token,)), cut + _join(text, (*before, token))[len(_join(text, before)) :]
+        if not decoder.spaces_between_special_tokens and token in text.special and {*before} & text.special:
+            words = token
+        else:
+            words = _join(text, (*before, token))[len(_join(text, before)) :]
+        return evolve(decoder, utf8=Utf8(), before=(token,)), cut + words
     data = bytes.fromhex(byte[1])
     utf8, words = feed_utf8(decoder.utf8, data, each_byte=True)
     if not words:
-        return Decoder(skip, utf8, before), ""
+        return evolve(decoder, utf8=utf8), ""
     if not before:
         gathered = decoder.utf8.held + data
         words = _join(text, tuple(f"<0x{b:02X}>" for b in gathered[: len(gathered) - len(utf8.held)]))
-    return Decoder(skip, utf8, (token,)), words
+    return evolve(decoder, utf8=utf8, before=(token,)), words
 
 
 def _join(text: Text, tokens: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.state.engine import digest, find_waiting, initial, tokens_of
-from agentinfer.state.event import Aborted, Arrived, Failed, Forked, Landed, Stepped
+from agentinfer.state.event import Aborted, Arrived, Failed, Forked, Landed, Stepped, Stopped
 from agentinfer.state.history import Moment, diff, ended, explain, fold, forecast, replay, rewind, step
 from agentinfer.state.ids import SeqId
 from agentinfer.state.policy import reserve, throughput
@@ -27,6 +27,19 @@ def test_events_fold_to_the_transitions() -> None:
     assert fold(state, [Forked(SeqId(0)), Aborted(SeqId(9)), Failed(3, (SeqId(0),), "")]) is state
     with pytest.raises(TypeError, match="Stepped"):
         fold(state, [Stepped()])
+
+
+def test_a_stop_string_ends_a_sequence_after_its_tokens() -> None:
+    """The tokens that came after it are dropped, a waiting one can end too, and a late or second event does nothing."""
+    hand = Hand.of(limits(), request(3, 9))
+    for _ in range(4):
+        hand.step()
+    state = fold(hand.state, [Forked(SeqId(0)), Stopped(SeqId(0), 2, "ab"), Stopped(SeqId(1), 3, "abc")])
+    first, second = state.ended
+    assert (first.reason, first.detail, first.matched, len(first.output)) == ("stop", "ab", "ab", 2)
+    assert (second.matched, len(second.output)) == ("abc", 3)
+    assert state.pool.num_available == state.limits.num_blocks
+    assert fold(state, [Stopped(SeqId(0), 1, "a")]) is state
 
 
 def test_a_step_that_is_not_in_flight_can_not_land() -> None:

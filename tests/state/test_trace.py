@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.errors import AgentInferError
-from agentinfer.state.event import Aborted, Arrived, Failed, Forked, Landed, Stepped
+from agentinfer.state.event import Aborted, Arrived, Failed, Forked, Landed, Stepped, Stopped
 from agentinfer.state.ids import SeqId
 from agentinfer.state.policy import reserve
 from agentinfer.state.trace import decode_event, encode_event, encode_header, read_trace, verify
@@ -19,8 +19,8 @@ from agentinfer.testing import requests
 from engines import drive, limits, request
 
 EVENTS = (
-    Aborted(SeqId(3), 'said "no"'), Forked(SeqId(1), (None, 5)), Stepped(), Landed(4, (1, 2), (1,)),
-    Failed(2, (SeqId(0), SeqId(7)), "out of memory"),
+    Aborted(SeqId(3), 'said "no"'), Stopped(SeqId(3), 2, "\n\n"), Forked(SeqId(1), (None, 5)), Stepped(),
+    Landed(4, (1, 2), (1,)), Failed(2, (SeqId(0), SeqId(7)), "out of memory"),
 )  # fmt: skip
 
 

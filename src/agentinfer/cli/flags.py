@@ -225,6 +225,13 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="token ids that end an output, beside the model's own",
     )
+    group.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end an output before this text (may be given more than once)",
+    )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
 
 

@@ -71,6 +71,7 @@ def params_of(args: argparse.Namespace) -> SamplingParams:
             min_p=args.min_p,
             seed=args.seed,
             stop_token_ids=args.stop_token_ids,
+            stop=args.stop,
             ignore_eos=args.ignore_eos,
         )
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""Who may come in, and who leaves early: validate, arrive, abort, fork, fail; and the one admission rule. Pure."""
+"""Who may come in, and who leaves early: validate, arrive, abort, stop, fork, fail; the one admission rule. Pure."""
 
 from __future__ import annotations
 
@@ -84,6 +84,18 @@ def arrive(state: EngineState, request: Request) -> tuple[EngineState, SeqId]:
 def abort(state: EngineState, seq: SeqId, reason: str = "") -> EngineState:
     """End *seq*, wherever it is. An id that is not live is ignored: the client may be late."""
     return end(state, (seq,), "abort", reason)
+
+
+def stop(state: EngineState, seq: SeqId, count: int, text: str) -> EngineState:
+    """End *seq* after its first *count* generated tokens, whose text holds the stop string *text*; what came later is
+    dropped. An id that is not live is ignored.
+    """
+    after = end(state, (seq,), "stop", text)
+    if after is state:
+        return state
+    done = after.ended[-1]
+    kept = done.tokens[: len(done.request.prompt) + count]
+    return evolve(after, ended=(*state.ended, evolve(done, tokens=kept, matched=text)))
 
 
 def fail(state: EngineState, seqs: Collection[SeqId], reason: str) -> EngineState:

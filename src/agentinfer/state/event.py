@@ -27,6 +27,15 @@ class Aborted:
 
 
 @frozen
+class Stopped:
+    """The text of the first `count` tokens that `seq` generated holds the stop string `text`: there it ends."""
+
+    seq: SeqId
+    count: int
+    text: str
+
+
+@frozen
 class Forked:
     """Continue `seq` in as many more ways as there are seeds; None keeps the parent's seed. Raises InvalidRequest."""
 
@@ -60,4 +69,4 @@ class Failed:
     reason: str
 
 
-Event = Arrived | Aborted | Forked | Stepped | Landed | Failed
+Event = Arrived | Aborted | Stopped | Forked | Stepped | Landed | Failed

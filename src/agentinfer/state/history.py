@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 from attrs import evolve, frozen
 
-from agentinfer.state.admit import abort, arrive, fail, fork, release
+from agentinfer.state.admit import abort, arrive, fail, fork, release, stop
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import EngineState, find_running, find_waiting, initial, known_tokens
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Output, Plan, sampled
@@ -39,6 +39,8 @@ def fold(state: EngineState, events: Iterable[Event]) -> EngineState:
                 state, _ = arrive(state, request)
             case Aborted(seq, reason):
                 state = abort(state, seq, reason)
+            case Stopped(seq, count, text):
+                state = stop(state, seq, count, text)
             case Forked(seq, seeds):
                 if find_running(state, seq) is not None or find_waiting(state, seq) is not None:
                     state, _ = fork(state, seq, len(seeds), seeds)

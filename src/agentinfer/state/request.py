@@ -49,6 +49,18 @@ def _token_ids(_: Any, attribute: Attribute[Any], value: Any) -> None:
             raise InvalidRequest(attribute.name, f"item {i} is no token id: {token!r}")
 
 
+def _texts(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if type(value) is not tuple:
+        raise InvalidRequest(attribute.name, f"must be a text or a list of texts, not {value!r}")
+    for i, words in enumerate(cast("tuple[Any, ...]", value)):
+        if not isinstance(words, str) or not words:
+            raise InvalidRequest(attribute.name, f"item {i} must be a text of at least one character, not {words!r}")
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tupled(value)
+
+
 _I31 = 2**31 - 1
 _MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 256
@@ -76,7 +88,15 @@ class SamplingParams:
     ignore_eos: bool = field(default=False, validator=_instance(bool))
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
-    """Tokens to generate before an end or stop token can be chosen."""
+    """Tokens to generate before an end or stop token can be chosen, or a stop string counts."""
+    stop: tuple[str, ...] = field(default=(), converter=_one_or_many, validator=_texts)
+    """Texts that end the output where they first appear in it, wherever its tokens begin and end."""
+    include_stop_str_in_output: bool = field(default=False, validator=_instance(bool))
+    """Show the stop string, or the text of the end or stop token, too."""
+    skip_special_tokens: bool = field(default=True, validator=_instance(bool))
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = field(default=True, validator=_instance(bool))
+    """Where they are not left out: with the spaces that some tokenizers put between tokens."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:

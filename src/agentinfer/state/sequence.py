@@ -54,9 +54,11 @@ class Finished:
     """Prompt and output."""
     reason: FinishReason
     detail: str = ""
-    """The stop token's id, or what went wrong."""
+    """The stop token's id, the stop string, or what went wrong."""
     cached: int = 0
     """Prompt tokens that the prefix cache, or the parent of a fork, had when it was first admitted."""
+    matched: str | None = None
+    """The stop string in the text of its tokens that ended it."""
 
     @property
     def output(self) -> tuple[int, ...]:

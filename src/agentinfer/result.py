@@ -1,0 +1,138 @@
+"""What becomes of a request, as text: its result, what is shown of its tokens, and the stop strings that end it.
+
+Pure. The loop keeps a reader for each live sequence that has stop strings, and gives every output to `stopped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from attrs import evolve, frozen
+
+from agentinfer.errors import InvalidRequest
+from agentinfer.state.commit import flush
+from agentinfer.state.engine import EngineState
+from agentinfer.state.event import Arrived, Event, Forked, Stopped
+from agentinfer.state.history import fold
+from agentinfer.state.ids import SeqId, ints, tupled
+from agentinfer.state.plan import Output
+from agentinfer.state.request import SamplingParams
+from agentinfer.state.sequence import Finished
+from agentinfer.text import Decoder, Reader, Text, encode, read, read_end
+
+Note = Callable[[Event, EngineState], None]
+"""Told of each event and the state after it: a trace is what it was told."""
+Readers = Mapping[SeqId, Reader]
+"""Of the live sequences that stop strings can end."""
+
+
+def silent(_event: Event, _state: EngineState) -> None:
+    """Note nothing."""
+
+
+@frozen
+class Result:
+    """What became of one prompt."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    """An end or stop token included."""
+    text: str | None
+    """The output without its end token; None without a tokenizer."""
+    finish_reason: str
+    cached_tokens: int
+    """Prompt tokens whose KV was found instead of computed."""
+    error: str | None
+    stop_reason: int | str | None = None
+    """What a finish_reason "stop" was due to: the id of an end or stop token, or a stop string."""
+
+
+Prompt = str | Sequence[int]
+
+
+def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:
+    """The prompt as token ids. Raises InvalidRequest if it is neither, or text where there is no tokenizer."""
+    if not isinstance(prompt, str):
+        ids = tupled(prompt)
+        if type(ids) is not tuple:
+            raise InvalidRequest("prompt", f"must be text or token ids, not {prompt!r}")
+        return ids
+    if text is None:
+        raise InvalidRequest("prompt", "is text, but the checkpoint has no tokenizer; give token ids")
+    return encode(text, prompt)
+
+
+def reader_of(params: SamplingParams) -> Reader:
+    """The reader of an output of *params*, at its start."""
+    return Reader(
+        Decoder(params.skip_special_tokens, spaces_between_special_tokens=params.spaces_between_special_tokens),
+        params.stop,
+        params.include_stop_str_in_output,
+        params.min_tokens,
+    )
+
+
+def result_of(text: Text | None, done: Finished, index: int) -> Result:
+    """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it."""
+    ids, words, reason = done.output, None, done.reason
+    why: int | str | None = done.matched if done.matched is not None or reason != "stop" else ids[-1]
+    if text is not None:
+        reader, words = read(text, reader_of(done.request.params), shown(done))
+        words += read_end(text, reader)
+        if reader.found is not None:
+            ids, reason, why = ids[: reader.count], "stop", reader.found
+    error = done.detail if reason in ("error", "rejected", "abort") else None
+    return Result(index, done.request.prompt, ids, words, reason, done.cached, error, why)
+
+
+def shown(done: Finished) -> tuple[int, ...]:
+    """The tokens of *done* whose text is its text: an end or stop token's is not, unless that was asked for."""
+    params = done.request.params
+    by_token = done.reason == "stop" and done.matched is None
+    return done.output[:-1] if by_token and not params.include_stop_str_in_output else done.output
+
+
+def heard(readers: Readers, event: Event, new: Iterable[int]) -> Readers:
+    """*readers* after *event*, by which the sequences *new* came into being."""
+    reader = None
+    if isinstance(event, Arrived) and event.request.params.stop:
+        reader = reader_of(event.request.params)
+    elif isinstance(event, Forked):
+        reader = readers.get(event.seq)
+    return readers if reader is None else {**readers, **dict.fromkeys(map(SeqId, new), reader)}
+
+
+def stopped(
+    text: Text | None, readers: Readers, state: EngineState, output: Output | None, note: Note = silent
+) -> tuple[EngineState, Output | None, Readers]:
+    """*state* and *output* once those have ended whose text now holds a stop string, and the readers after that."""
+    if output is None or text is None or not readers:
+        return state, output, readers
+    over = {done.seq for done in output.finished}
+    moved = {seq: reader for seq, reader in readers.items() if seq not in over}
+    for seq, token in zip(map(SeqId, ints(output.seqs)), ints(output.tokens), strict=True):
+        if seq not in moved:
+            continue
+        reader, _ = read(text, moved[seq], (token,))
+        if reader.found is None:
+            moved[seq] = reader
+            continue
+        del moved[seq]
+        event = Stopped(seq, reader.count, reader.found)
+        state = fold(state, (event,))
+        note(event, state)
+    state, told = flush(state)
+    if told is not None:
+        output = evolve(output, finished=(*output.finished, *told.finished))
+    return state, output, moved
+
+
+def caught_up(text: Text | None, state: EngineState) -> Readers:
+    """The readers of those that wait in *state*, each of which has read all of its output."""
+    readers: dict[SeqId, Reader] = {}
+    for waiting in (*state.requeued, *state.waiting):
+        if waiting.request.params.stop and text is not None:
+            reader, output = reader_of(waiting.request.params), waiting.tokens[len(waiting.request.prompt) :]
+            readers[waiting.seq] = read(text, reader, output)[0]
+    return readers
