@@ -1,7 +1,10 @@
 """Decode attention over tiles, rows and contexts, and sampling: microseconds in a graph over cold memory.
 
-    python benchmarks/gpu_attention.py --json FILE [--seconds S]
+    python benchmarks/gpu_attention.py --json FILE [--seconds S] [--rows 136 ..] [--groups 2] [--contexts sorted ..]
 
+Tiles are named by the numbers of AttendTile. "whole": as many of the first rows are not split as fill whole waves of
+792 programs (6 on each of 132 multiprocessors). "head-major": the same memory as [blocks, H, B, D]. Compiling one tile
+takes seconds, so few rows and contexts first. At the end: the best of each, against what tiles.py says.
 Contexts: a number is one of all rows; "mixed" is uniform from 200 to 2,000, "sorted" the same with the longest first.
 The floor is the KV read once at 4.57 TB/s.
 """
@@ -13,11 +16,12 @@ import itertools
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from attrs import astuple
+from attrs import astuple, evolve
 
 from agentinfer.ops.kernels.attend_decode import attend_decode
 from agentinfer.ops.kernels.sample import sample_tokens
@@ -25,6 +29,25 @@ from agentinfer.ops.kernels.tiles import AttendTile, attend_tile
 from agentinfer.state.columns import PARAMS
 
 BLOCK, DIM, HEADS = 16, 128, 8
+WAVE = 792
+TILES = (
+    AttendTile(1, 64, 2, 2, registers=168),
+    AttendTile(1, 64, 4, 2),
+    AttendTile(1, 32, 2, 3, ahead=True),
+    AttendTile(1, 32, 2, 4, ahead=True),
+    AttendTile(1, 64, 2, 3, ahead=True),
+    AttendTile(1, 64, 4, 3, ahead=True),
+    AttendTile(1, 32, 1, 3, ahead=True),
+    AttendTile(1, 32, 2, 3, early=False, ahead=True),
+    AttendTile(2, 64, 2, 2, 256, registers=168),
+    AttendTile(2, 32, 2, 3, 256, ahead=True),
+    AttendTile(4, 64, 2, 2, 256),
+    AttendTile(4, 64, 2, 2, 256, registers=168),
+    AttendTile(4, 32, 2, 3, 256, ahead=True),
+    AttendTile(8, 64, 2, 2, 256, registers=168),
+    AttendTile(8, 32, 2, 3, 128, ahead=True),
+    AttendTile(16, 32, 2, 3, 128, ahead=True),
+)
 READ = 4.57e12
 
 
@@ -46,6 +69,17 @@ def replayed(run, count: int, sets: int = 3) -> float:
         b.synchronize()
         times.append(a.elapsed_time(b) / 3 * 1e3 / count)
     return statistics.median(times)
+
+
+def name(tile: AttendTile) -> str:
+    return " ".join(str(int(x)) for x in astuple(tile))
+
+
+def candidates(rows: int) -> list[AttendTile]:
+    """Those that make a sensible number of programs; of those that split in 2 or 4, with whole waves too."""
+    some = [t for t in TILES if t.splits <= 2 or rows * HEADS * t.splits <= 8192]
+    whole = rows * HEADS // WAVE * WAVE // HEADS
+    return some + [evolve(t, whole=whole) for t in some if whole and t.splits in {2, 4} and t.registers + t.ahead]
 
 
 def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool: torch.Tensor) -> dict[str, float]:
@@ -73,14 +107,17 @@ def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool
     found = {}
     for tile in tiles:
 
-        def run(tile: AttendTile = tile) -> None:
+        def run(tile: AttendTile = tile, cache: torch.Tensor = pool) -> None:
             for i in range(layers):
                 attend_decode(
-                    qkv, pool[0], pool[1], tables[i], ids, lens, slots[i], group * HEADS, angles, norm, norm, 1e-6,
+                    qkv, cache[0], cache[1], tables[i], ids, lens, slots[i], group * HEADS, angles, norm, norm, 1e-6,
                     0.088, None, counters, pdl=True, tile=tile,
                 )  # fmt: skip
 
-        found[str(astuple(tile))] = round(replayed(run, layers), 2)
+        found[name(tile)] = round(replayed(run, layers), 2)
+        if tile in TILES[:3]:
+            apart = pool.view(2, -1, HEADS, BLOCK, DIM).transpose(2, 3)
+            found["head-major " + name(tile)] = round(replayed(partial(run, cache=apart), layers), 2)
     found["floor"] = round(2 * int(lengths.sum()) * HEADS * DIM * 2 / READ * 1e6, 2)
     return found
 
@@ -101,38 +138,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 24, 40, 64, 96, 136, 192, 256])
-    parser.add_argument("--groups", type=int, nargs="+", default=[4, 2])
-    parser.add_argument("--contexts", nargs="+", default=["mixed", "sorted", "256", "1024", "4096"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[136, 256, 64, 192, 96, 40, 16])
+    parser.add_argument("--groups", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--contexts", nargs="+", default=["sorted", "1024", "600"])
     asked = parser.parse_args()
     begin, found = time.monotonic(), {}
     for rows, temperature in itertools.product((1, 64, 256), (0.0, 0.6)):
         found[f"sample {rows} at {temperature}"] = sampling(rows, temperature)
     print(found, flush=True)
     pool = torch.randn(2, 300_000, BLOCK, HEADS, DIM, device="cuda", dtype=torch.bfloat16)  # 20 GB
-    tiles = [
-        AttendTile(s, keys, warps, stages, least)
-        for s, keys, warps, stages, least in (
-            (1, 64, 2, 2, 0), (1, 64, 4, 2, 0), (1, 32, 2, 3, 0), (2, 64, 2, 2, 512), (2, 64, 2, 2, 1024),
-            (4, 64, 2, 2, 256), (4, 64, 2, 2, 512), (4, 64, 2, 2, 768), (4, 64, 4, 2, 512), (8, 64, 2, 2, 256),
-            (8, 64, 2, 2, 512),
-        )
-    ]  # fmt: skip
     for group, rows, context in itertools.product(asked.groups, asked.rows, asked.contexts):
         if time.monotonic() - begin > asked.seconds:
             break
         if rows * 4096 / BLOCK > 100_000 and context == "4096":
             continue
-        some = [t for t in tiles if rows * HEADS * t.splits <= 8192]
-        got = attention(rows, context, group, some, pool)
+        now = attend_tile(rows, HEADS)
+        got = attention(rows, context, group, list(dict.fromkeys([now, *candidates(rows)])), pool)
         found[f"attend {rows} x {context}, group {group}"] = got
         floor = got["floor"]
         best = min((v, k) for k, v in got.items() if k != "floor")
-        now = got.get(str(astuple(attend_tile(rows, HEADS))))
-        print(
-            f"{rows:4} x {context:>5} G{group} floor {floor:7.1f} best {best} now {now} {list(got.values())}",
-            flush=True,
-        )
+        print(f"{rows:4} x {context:>6} G{group} floor {floor:7.1f} now {got[name(now)]} best {best}", flush=True)
+        print("    " + ", ".join(f"{k}: {v}" for k, v in got.items() if k != "floor"), flush=True)
         asked.json.write_text(json.dumps(found, indent=1))
 
 

@@ -163,7 +163,14 @@ HEADS = {
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-@pytest.mark.parametrize("tile", [None, AttendTile(1, 32, 2, 2), AttendTile(8, 32, 2, 2), AttendTile(32, 64, 4, 3)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        None, AttendTile(1, 32, 2, 2), AttendTile(8, 32, 2, 2), AttendTile(32, 64, 4, 3),
+        AttendTile(1, 32, 2, 3, ahead=True), AttendTile(1, 64, 2, 3, early=False, ahead=True),
+        AttendTile(4, 64, 2, 2, 128, registers=168, whole=3), AttendTile(8, 32, 2, 3, ahead=True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", HEADS)
 def test_attend_decode(name: str, tile: AttendTile | None) -> None:
     """Rows of 1 to 3,000 keys over blocks of NaN are float32's for any split, PDL changes no bit, counters stay 0."""

@@ -63,8 +63,13 @@ def both(
 
 @pytest.mark.parametrize(
     "tile",
-    [AttendTile(1, 16, 1, 1), AttendTile(2, 16, 1, 2), AttendTile(4, 16, 1, 2), AttendTile(4, 16, 1, 2, least=32)],
-)
+    [
+        AttendTile(1, 16, 1, 1), AttendTile(2, 16, 1, 2), AttendTile(4, 16, 1, 2), AttendTile(4, 16, 1, 2, least=32),
+        AttendTile(1, 16, 1, 3, ahead=True), AttendTile(1, 16, 1, 3, early=False, ahead=True),
+        AttendTile(4, 16, 1, 3, early=False), AttendTile(4, 16, 1, 3, ahead=True, whole=2),
+        AttendTile(4, 16, 1, 2, whole=9, registers=168),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_it_is_the_reference(tile: AttendTile, normed: bool, window: int | None) -> None:
@@ -83,6 +88,24 @@ def test_any_number_of_heads(shape: HeadShape, splits: int) -> None:
     """Groups of one, three, seven and sixteen query heads a KV head equal the reference, split or not."""
     got, want = both(shape, [3, 33], AttendTile(splits, 16, 1, 1), normed=True, window=None, rows=[1, 2])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_heads_may_lie_apart(ahead: bool) -> None:
+    """A cache whose heads come before its tokens gives bit for bit what the usual one gives, and is written alike."""
+    shape, tile = HeadShape(4, 2, 64), AttendTile(2, 16, 1, 3, ahead=ahead)
+    qkv, angles = rand(2, 8 * 64), cos_sin(RopeSpec(1e4, 64), 64)
+    results = []
+    for apart in (False, True):
+        x, kv = step(shape, [9, 40])
+        planes = [plane.transpose(1, 2).contiguous().transpose(1, 2) if apart else plane for plane in (kv.k, kv.v)]
+        out = attend_decode(
+            qkv, *planes, x.table, x.rows, x.context, x.slots, 4, angles, None, None, 1e-6, 0.35, None,
+            torch.zeros(COUNTERS, dtype=torch.int32), tile=tile,
+        )  # fmt: skip
+        results.append((out, *planes))
+    for plain, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, plain, rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_changes_nobody() -> None:

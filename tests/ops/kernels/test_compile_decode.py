@@ -52,9 +52,10 @@ for dtype in ("bf16", "fp32"):
         names = ("qkv", "q_norm", "k_norm", "k_cache", "v_cache", "out")
         types = dict.fromkeys(names, "*" + dtype) | dict.fromkeys(("cos_sin", "parts", "sums"), wide)
         types |= dict.fromkeys(("context", "table", "counters"), "*i32") | dict.fromkeys(("rows", "slots"), "*i64")
-        types |= dict.fromkeys(("eps", "scale"), "fp32") | dict.fromkeys(("columns", "least"), "i32")
+        types |= dict.fromkeys(("eps", "scale"), "fp32") | dict.fromkeys(("columns", "least", "whole"), "i32")
         compiled(f"attend {{dtype}} {{rows}} {{heads}}", attend_decode._attend_decode, types, dict(
-            KV_HEADS=heads, GROUP=group, GP=max(16, padded), GC=padded, DIM=dim, BLOCK=16, WINDOW=100 * (dim == 64),
+            KV_HEADS=heads, GROUP=group, GP=max(16, padded), GC=padded, DIM=dim, BLOCK=16,
+            APART=16 * heads * dim, TOKEN=heads * dim, HEAD=dim, WINDOW=100 * (dim == 64), EARLY=True, AHEAD=False,
             NORM=group != 7, KEYS=tile.keys, SPLITS=tile.splits, STAGES=tile.stages,
             AT_ONCE=max(1, min(tile.splits, attend_decode.SLICE * tile.warps // (padded * dim)))), num_warps=tile.warps)
 compiled("add_norm", add_norm._add_norm, dict(

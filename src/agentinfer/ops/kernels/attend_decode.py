@@ -60,12 +60,28 @@ def _newest(
 
 
 @triton.jit
-def _load(k_head, v_head, table, key, end, BLOCK: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr):
-    """Both halves of keys *key*, and their values; zeros from *end* on, where neither table nor cache is read."""
+def _shares(count, r, least, whole, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """Keys of a split, of the *count* of row r, and how many splits there are."""
+    share = tl.maximum(tl.cdiv(tl.cdiv(count, SPLITS), KEYS) * KEYS, tl.maximum(least, KEYS))
+    share = tl.where(r < whole, tl.maximum(share, count), share)
+    return share, tl.maximum(tl.cdiv(count, share), 1)
+
+
+@triton.jit
+def _block(table, key, end, BLOCK: tl.constexpr):
+    """The blocks of keys *key*; from *end* on block 0, and the table is not read."""
+    return tl.load(table + key // BLOCK, mask=key < end, other=0)
+
+
+@triton.jit
+def _load(
+    k_head, v_head, block, key, end,
+    BLOCK: tl.constexpr, APART: tl.constexpr, TOKEN: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of keys *key* in the blocks *block*, and their values; zeros from *end* on: there nothing is read."""
     there = key < end
     half = tl.arange(0, DIM // 2)
-    block = tl.load(table + key // BLOCK, mask=there, other=0).to(tl.int64)
-    at = ((block * BLOCK + key % BLOCK) * STRIDE)[:, None]
+    at = (block.to(tl.int64) * APART + key % BLOCK * TOKEN)[:, None]
     k1 = tl.load(k_head + at + half[None, :], mask=there[:, None], other=0.0)
     k2 = tl.load(k_head + at + DIM // 2 + half[None, :], mask=there[:, None], other=0.0)
     v = tl.load(v_head + at + tl.arange(0, DIM)[None, :], mask=there[:, None], other=0.0)
@@ -132,16 +148,19 @@ def _hand_in(
         tl.store(counters + pair, 0)
 
 
-@triton.jit(do_not_specialize=["columns", "least"])
+@triton.jit(do_not_specialize=["columns", "least", "whole"])
 def _attend_decode(
     qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, table, rows, context, slots, out, parts, sums, counters,
-    eps, scale, columns, least,
+    eps, scale, columns, least, whole,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, APART: tl.constexpr, TOKEN: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    NORM: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, s, r): split s of the keys of KV head h and row r, if there are keys for so many splits of *least*.
-    GP, GC: G padded for products and for sums.
+    """Program (h, s, r): split s of the keys of KV head h and row r, if there are keys for so many splits of *least*;
+    rows before *whole* are not split.
+    GP, GC: G padded for products and for sums. APART, TOKEN, HEAD: how far blocks, tokens and heads of the caches lie
+    apart. EARLY, AHEAD: as AttendTile says.
     """
     if PDL:
         gdc_launch_dependents()
@@ -154,21 +173,25 @@ def _attend_decode(
     real = (head < GROUP)[:, None]
     now = tl.maximum(tl.load(context + r) - 1, 0)
     low = tl.maximum(now - WINDOW + 1, 0) if WINDOW > 0 else 0
-    share = tl.cdiv(tl.cdiv(now - low, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(now - low, KEYS) * KEYS
     used = 1
     if SPLITS > 1:
-        share = tl.maximum(share, tl.maximum(least, KEYS))
-        used = tl.maximum(tl.cdiv(now - low, share), 1)
+        share, used = _shares(now - low, r, least, whole, KEYS, SPLITS)
         if s >= used:
             return
     begin = low + s * share
     end = tl.minimum(begin + share, now)
     table += tl.load(rows + r) * columns
-    k_cache += h * DIM
-    v_cache += h * DIM
+    k_cache += h * HEAD
+    v_cache += h * HEAD
     key = begin + tl.arange(0, KEYS)
-    k1, k2, v = _load(k_cache, v_cache, table, key, end, BLOCK, STRIDE, DIM)
-    slot = tl.load(slots + r) * STRIDE
+    block = _block(table, key, end, BLOCK)
+    if EARLY:
+        k1, k2, v = _load(k_cache, v_cache, block, key, end, BLOCK, APART, TOKEN, DIM)
+        if AHEAD:
+            block = _block(table, key + KEYS, end, BLOCK)
+    slot = tl.load(slots + r)
+    slot = slot // BLOCK * APART + slot % BLOCK * TOKEN
     cos = tl.load(cos_sin + now * DIM + half)
     sin = tl.load(cos_sin + now * DIM + HALF + half)
     if PDL:
@@ -187,10 +210,15 @@ def _attend_decode(
         total = tl.full((GP,), 1.0, tl.float32)
         acc += value[None, :]
     if begin < end:
-        top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
-        for at in tl.range(begin + KEYS, end, KEYS, num_stages=STAGES):
+        if EARLY:
+            top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+        for at in tl.range(begin + KEYS if EARLY else begin, end, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
-            k1, k2, v = _load(k_cache, v_cache, table, key, end, BLOCK, STRIDE, DIM)
+            if not AHEAD:
+                block = _block(table, key, end, BLOCK)
+            k1, k2, v = _load(k_cache, v_cache, block, key, end, BLOCK, APART, TOKEN, DIM)
+            if AHEAD:
+                block = _block(table, key + KEYS, end, BLOCK)
             top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
     pair = r * KV_HEADS + h
     out += pair * (GROUP * DIM)
@@ -230,11 +258,12 @@ def attend_decode(
     """Attention of R rows at position context - 1 each: [R, N * D] of qkv's dtype, new memory. Writes the new keys and
     values to *slots* of the caches in place.
 
-    *qkv* rows are N query heads, H key heads, H value heads; the caches are [blocks, B, H, D] of its dtype. Step row i
-    has the blocks *table*[rows[i]] ([.., M] int32); *rows* and *slots* are int64 [R], *context* int32 [R]: keys, the
-    new one included (less than one counts as one). *cos_sin* is [positions, D] float32. *q_norm*, *k_norm* ([D]): both
-    or neither. A row sees at most *window* keys, the new one included. All contiguous but the table's columns. Nothing
-    else is read of the cache or the table, and no row depends on another.
+    *qkv* rows are N query heads, H key heads, H value heads; the caches are [blocks, B, H, D] of its dtype, the numbers
+    of a head together, both of the same strides. Step row i has the blocks *table*[rows[i]] ([.., M] int32); *rows* and
+    *slots* are int64 [R], *context* int32 [R]: keys, the new one included (less than one counts as one). *cos_sin* is
+    [positions, D] float32. *q_norm*, *k_norm* ([D]): both or neither. A row sees at most *window* keys, the new one
+    included. All else is contiguous but the table's columns. Nothing else is read of the cache or the table, and no row
+    depends on another.
 
     *counters* ([COUNTERS] int32) are 0 before and after; no other stream may use them meanwhile. *pdl*: all but *qkv*
     must be complete before the kernel before this one began.
@@ -254,9 +283,10 @@ def attend_decode(
         (heads, t.splits, count),
         (qkv_RX, out if q_norm is None else q_norm, out if k_norm is None else k_norm, cos_sin, k_cache, v_cache,
          table, rows, context, slots, out, parts, sums, counters),
-        (eps, scale * LOG2E, table.stride(0), t.least),
-        (heads, group, max(16, padded), padded, dim, k_cache.shape[1], window or 0, q_norm is not None,
-         t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages, pdl),
-        warps=t.warps, pdl=pdl,
+        (eps, scale * LOG2E, table.stride(0), t.least, t.whole),
+        (heads, group, max(16, padded), padded, dim, k_cache.shape[1], *k_cache.stride()[:3], window or 0,
+         q_norm is not None, t.keys, t.splits, max(1, min(t.splits, SLICE * t.warps // (padded * dim))), t.stages,
+         t.early, t.ahead, pdl),
+        warps=t.warps, registers=t.registers, pdl=pdl,
     )  # fmt: skip
     return out

@@ -46,25 +46,27 @@ class Direct:
         *,
         warps: int,
         stages: int | None = None,
+        registers: int = 0,
         pdl: bool = False,
     ) -> None:
         """Launch on the current stream of the current device, where all *tensors* must be.
 
-        *stages*: of pipelined loops; None: Triton's default. *pdl*: programmatic dependent launch.
+        *stages*: of pipelined loops; None: Triton's default. *registers*: most a thread; 0: no limit. *pdl*:
+        programmatic dependent launch.
         """
         if not self._able:
-            self._ordinary(grid, tensors, numbers, constants, warps, stages, pdl)
+            self._ordinary(grid, tensors, numbers, constants, warps, stages, registers, pdl)
             return
         active = driver.active
         device = active.get_current_device()
-        key = (device, warps, stages, pdl, constants, *[x.dtype for x in tensors], *map(type, numbers))
+        key = (device, warps, stages, registers, pdl, constants, *[x.dtype for x in tensors], *map(type, numbers))
         places = [x.data_ptr() for x in tensors]
         together = 0
         for place in places:
             together |= place
         known = self._known.get(key)
         if known is None or together % ALIGNED or knobs.runtime.launch_enter_hook.calls:
-            compiled = self._ordinary(grid, tensors, numbers, constants, warps, stages, pdl)
+            compiled = self._ordinary(grid, tensors, numbers, constants, warps, stages, registers, pdl)
             if together % ALIGNED == 0 and self._general(len(tensors), numbers):
                 self._known[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
@@ -73,7 +75,7 @@ class Direct:
         try:
             run(*grid, stream, function, metadata, None, None, None, *places, *numbers, *constants)
         except OverflowError:  # before anything is launched: an integer that needs more bits than the first one
-            self._ordinary(grid, tensors, numbers, constants, warps, stages, pdl)
+            self._ordinary(grid, tensors, numbers, constants, warps, stages, registers, pdl)
 
     def _general(self, first: int, numbers: tuple[float, ...]) -> bool:
         """Whether what was compiled for these *numbers* (parameters *first* and on) serves others of their types."""
@@ -82,8 +84,9 @@ class Direct:
 
     def _ordinary(
         self, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple[float, ...],
-        constants: tuple[Any, ...], warps: int, stages: int | None, pdl: bool,
+        constants: tuple[Any, ...], warps: int, stages: int | None, registers: int, pdl: bool,
     ) -> Any:  # fmt: skip
         """Triton's own launch; the kernel that it compiled or knew."""
-        options = {} if stages is None else {"num_stages": stages}
+        options = {"num_stages": stages} if stages is not None else {}
+        options |= {"maxnreg": registers} if registers else {}
         return self._kernel[grid](*tensors, *numbers, *constants, num_warps=warps, launch_pdl=pdl, **options)

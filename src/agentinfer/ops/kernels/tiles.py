@@ -42,6 +42,17 @@ class AttendTile:
     warps: int
     stages: int
     least: int = 0
+    early: bool = True
+    """The first keys are loaded before the kernel before has ended, into registers: fewer waits, fewer programs."""
+    ahead: bool = False
+    """Blocks of keys are looked up a step of the loop before they are loaded, so that with 3 or more *stages* the loads
+    of a program overlap each other, and a lone program is as fast as memory is near. Without, nothing overlaps within a
+    program: the others on its multiprocessor must hide its waits."""
+    whole: int = 0
+    """Rows before this one are not split: those of full waves of programs, if the last wave is to be filled."""
+    registers: int = 0
+    """Most registers a thread, so that more programs fit a multiprocessor; 0: as many as the compiler likes. (Those
+    that split take 212, so 4 programs fit; 168 make it 6, and nothing spills.)"""
 
 
 GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
@@ -92,7 +103,7 @@ ATTEND: Sequence[tuple[int, AttendTile]] = (
 )
 """(most rows times KV heads, tile): the best over contexts of 256, 1,024, 4,096 and of 200 to 2,000 mixed. Beyond,
 nothing is split: there are programs enough."""
-PAIRS = 448
+PAIRS = 2048
 """Most rows times KV heads whose keys are split."""
 
 
@@ -138,4 +149,4 @@ def attend_tile(rows: int, kv_heads: int) -> AttendTile:
     full, so that it does not wait for the longest.
     """
     pairs = rows * kv_heads
-    return next((tile for most, tile in ATTEND if pairs <= most), AttendTile(1, 64, 2, 2))
+    return next((tile for most, tile in ATTEND if pairs <= most), AttendTile(1, 64, 2, 2, registers=168))
