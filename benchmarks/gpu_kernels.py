@@ -150,6 +150,10 @@ def gemv_work(model: str, part: str) -> Work:
 def gemm_candidates(rows: int, k: int, *, gated: bool, partial: bool) -> tuple[GemmTile, ...]:
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     found = []
+    if rows > 64:  # few, as each takes seconds to compile
+        sizes = ((128, 64, 64, 4, 4), (128, 64, 128, 3, 4), (128, 32, 128, 4, 4), (64, 64, 128, 4, 4),
+                 (64, 32, 128, 4, 4), (128, 128, 64, 4, 8))  # fmt: skip
+        return tuple(GemmTile(*size, split) for size in sizes for split in ((1, 4) if partial else (1,)))
     for tall, n, deep, stages, warps, split in itertools.product(
         sorted({m, 64}), (32, 64, 128), (128, 64, 256), (4, 6, 3), (4, 8), (1, 2, 4, 8) if partial else (1,)
     ):

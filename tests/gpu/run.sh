@@ -7,9 +7,14 @@
 #   tests      pytest tests/gpu; PYTEST_ARGS="-k decode -x" chooses
 #   kernels    benchmarks/gpu_kernels.py: each kernel against its byte floor
 #   latency    `agentinfer bench latency` of Qwen3-0.6B; BENCH_ARGS="..." adds flags, MODEL=Qwen3-8B another model
-#   mix        `agentinfer bench throughput` of the same
+#   gemm       products of 96 to 256 rows of Qwen3-0.6B by our own kernel, against cuBLAS
+#   attention  benchmarks/gpu_attention.py: decode attention tile by tile, and sampling; ATTEND_ARGS="--rows 136" chooses
+#   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
 #   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
+#   profile-N  the same at batch N, 1,073 keys a row, with noise
+#   prefill-profile   a trace of 16 steps of mix that compute 8,192 positions of prompts, and its table
+#   flash-attn build FlashAttention's forward kernels from .dev/flash_attn.tar.xz (tools/carry_flash_attn.sh), and its tests
 #   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags,
 #              OURS="--ops triton" adds them to `agentinfer bench`
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
@@ -100,11 +105,36 @@ for wanted; do
       ;;
     kernels) step kernels "$bench_s" python3 benchmarks/gpu_kernels.py --json "$out/kernels.json" ;;
     latency) bench latency latency --batch-sizes 1,64,256 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 ;;
+    gemm)
+      step gemm "$bench_s" python3 benchmarks/gpu_kernels.py --json "$out/gemm.json" --models Qwen3-0.6B --only gemm \
+        --rows 136 256 96 --seconds $((bench_s - 20))
+      ;;
+    attention)
+      # shellcheck disable=SC2086
+      step attention $((bench_s + 40)) python3 benchmarks/gpu_attention.py --json "$out/attention.json" \
+        --seconds "$bench_s" ${ATTEND_ARGS:-}
+      ;;
+    mix-*) bench "$wanted" throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens "${wanted#mix-}" ;;
     mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;
     startup) bench startup startup --runs 2 ;;
+    profile-*)
+      bench "$wanted" latency --batch-sizes "${wanted#profile-}" --contexts 1073 --temperature 0.6 --runs 1 --steps 64 \
+        --profile "$out/$wanted.json.gz"
+      step "table-${wanted#profile-}" 60 python3 benchmarks/trace_table.py "$out/$wanted.json.gz"
+      ;;
     profile)
       bench profile latency --batch-sizes 1 --runs 1 --steps 64 --profile "$out/trace.json.gz"
       step table 60 python3 benchmarks/trace_table.py "$out/trace.json.gz"
+      ;;
+    prefill-profile)
+      bench prefill-profile throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 \
+        --requests 512 --output-tokens 2-4 --profile "$out/prefill.json.gz"
+      step prefill-table 60 python3 benchmarks/trace_table.py "$out/prefill.json.gz"
+      ;;
+    flash-attn)
+      step flash-attn-build 430 tests/gpu/build_flash_attn.sh .dev/flash_attn.tar.xz "$scratch/flash_attn"
+      PYTHONPATH=$scratch/flash_attn:$PYTHONPATH step flash-attn-tests 120 "${test_command[@]}" \
+        tests/gpu/test_providers.py -k 'flash-attn and (bfloat16 or padding)'
       ;;
     vs-*)
       # shellcheck disable=SC2086
