@@ -353,7 +353,7 @@ def test_a_malformed_line_is_wrong_usage(call: Call, model: Path, tmp_path: Path
         ("generate MODEL --prompt-ids 1 --kv-utilization 1.1", "--kv-utilization: must be a number in (0, 1]"),
         ("generate MODEL --prompt-ids 1 --reserve-gib -1", "--reserve-gib: must be a number in [0, "),
         ("generate MODEL --prompt-ids 1 --kv-gib 0", "--kv-gib: must be a number in (0, "),
-        ("generate MODEL --prompt-ids 1 --kv-gib 0.000001", "but one request of max_model_len needs"),
+        ("generate MODEL --prompt-ids 1 --kv-gib 0.000001", "but one request of --max-model-len needs"),
         ("generate MODEL --prompt-ids 1 --max-model-len 9999", "--max-model-len: 9999; the model is made for 1 to 256"),
         ("generate MODEL --prompt-ids 1 --record /no/such/folder/f", "--record: /no/such/folder/f: No such file"),
         ("generate MODEL --prompt-ids 1 --frob", "unrecognized arguments: --frob"),
@@ -845,6 +845,28 @@ def test_plan_takes_this_machines_memory(call: Call, model: Path) -> None:
     status, out, _ = call("plan", model, "--json")
     assert status == 0
     assert json.loads(out)["memory"] > 2**28
+
+
+@pytest.mark.parametrize("flags", [(), ("--kv-gib", 0.5)])
+def test_plan_on_a_cpu_says_what_the_engine_does(call: Call, model: Path, flags: tuple[object, ...]) -> None:
+    """Without a GPU and --memory-gib the plan is that of the engine here: 2 GiB of KV, or --kv-gib."""
+    status, out, _ = call("plan", model, *flags)
+    assert status == 0
+    blocks = (int(2**30 * flags[1]) if flags else 2**31) // (16 * 512)
+    assert f"{blocks:,}, {16 * blocks:,} tokens: {flags[1] if flags else 2} GiB" in out
+    assert ("--kv-gib gives more" in out) == (not flags)
+
+
+def test_a_length_that_kv_decides_is_said_once(call: Call, model: Path) -> None:
+    """KV too small for the model's longest length is one line that names flags, and no error; a length asked for is."""
+    small = ("generate", model, "--prompt-ids", "1", "--max-tokens", 2, "--kv-gib", 3 * 8192 / 2**30, "--json")
+    status, out, err = call(*small)
+    assert (status, len(objects(out))) == (0, 1)
+    assert "--max-model-len is 48, all that KV has room for" in one_line(err)
+    assert "--kv-gib" in err
+    status, _, err = call(*small, "--max-model-len", 49)
+    assert status == 2
+    assert re.search(r"agentinfer: --kv-gib: .* Lower --max-model-len, or raise --kv-gib$", one_line(err))
 
 
 def test_env_says_what_is_there(call: Call) -> None:

@@ -9,9 +9,10 @@ import torch
 from attrs import evolve
 
 import deepseeks
-from agentinfer.build import Settings, memory_plan
+from agentinfer.build import Settings
 from agentinfer.errors import InvalidSetting
 from agentinfer.loop import Engine, Result, generate, open_engine
+from agentinfer.memory import memory_plan
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import allocate
 from agentinfer.state.check import violations

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from agentinfer.build import MemoryPlan, Settings, memory_plan
+    from agentinfer.build import Settings
     from agentinfer.errors import (
         AgentInferError,
         CheckpointError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StaleHandle,
     )
     from agentinfer.loop import Delta, Engine, World, advance, generate, open_engine, run, start, stream
+    from agentinfer.memory import MemoryPlan, memory_plan
     from agentinfer.models.model import Model, load_model, read_config
     from agentinfer.ops.comm import Ranks, alone
     from agentinfer.ops.inputs import Inputs, stage
@@ -75,7 +76,8 @@ _NAMES: Final = MappingProxyType(
         "ops.sample": "sample",
         "models.model": "Model load_model read_config",
         "steps": "Device Flight Machine decode_step land launch prefill_step",
-        "build": "MemoryPlan Settings memory_plan",
+        "build": "Settings",
+        "memory": "MemoryPlan memory_plan",
         "text": "Text chat decode encode load_text",
         "result": "Result",
         "loop": "Delta Engine World advance generate open_engine run start stream",

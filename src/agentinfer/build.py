@@ -18,7 +18,8 @@ from attrs import Attribute, evolve, field, frozen
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.graphs import bucket_sizes, capture, replaying
-from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype, weight_sizes
+from agentinfer.models.checkpoint import open_checkpoint
+from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype
 from agentinfer.ops.choose import choose, choose_traced
 from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.compiled import compiled_layer
@@ -76,7 +77,7 @@ class Settings:
     num_blocks: int | None = field(default=None, validator=integer(1, optional=True))
     """KV blocks; None: as many as fit."""
     max_model_len: int | None = field(default=None, validator=integer(1, optional=True))
-    """Tokens of the longest sequence; None: what the model is made for."""
+    """Tokens of the longest sequence; None: the model's longest, or what KV has room for, which a warning says."""
     max_num_seqs: int = field(default=64, validator=integer(1))
     max_num_batched_tokens: int = field(default=2048, validator=integer(1))
     kv_utilization: float = field(default=0.85, validator=_between(0, 1, open_low=True))
@@ -122,7 +123,9 @@ def _build(
     folder: Path, settings: Settings, eos_ids: tuple[int, ...], policy: Policy | None, ops: Ops | None, ranks: Ranks
 ) -> tuple[Machine, Device]:
     device = ranks.device
-    chosen = evolve(read_config(folder), dtype=_dtype(folder, settings))
+    chosen = evolve(read_config(folder), dtype=dtype_of(folder, settings))
+    if not settings.dummy_weights:
+        open_checkpoint(folder)  # what is wrong with the weights is said before what is wrong with sizes
     layouts = _layouts(chosen, settings, ranks)
     limits = _limits(chosen, settings, eos_ids, layouts, _memory(settings, device))
     if ops is None:
@@ -149,6 +152,7 @@ def _build(
         taken = working_memory(machine, layouts, graphs=capturing)
         memory = _memory(settings, device, taken)
         machine = evolve(machine, limits=_limits(model, settings, eos_ids, layouts, memory))
+    _tell_length(machine.limits.max_model_len, model, settings)
     placed = new_device(machine.limits, layouts, device)
     _done("kv", device)
     if capturing:
@@ -281,8 +285,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(folder: Path, settings: Settings) -> torch.dtype:
-    """The dtype that was asked for, else config.json's, else that of the stored weights."""
+def dtype_of(folder: Path, settings: Settings) -> torch.dtype:
+    """The dtype that was asked for, else config.json's, else that of the stored weights. Raises InvalidSetting."""
     name = settings.dtype
     if name is None:
         known = read_config(folder).dtype
@@ -303,26 +307,16 @@ def _limits(
     settings: Settings,
     eos_ids: tuple[int, ...],
     layouts: tuple[KvLayout, ...],
-    memory: tuple[int, int, float],
+    memory: tuple[int, int, float, str],
 ) -> Limits:
-    """The sizes of the engine. *memory*: bytes free, bytes to leave alone, share of the rest, for KV."""
+    """The sizes of the engine. *memory*: what `_memory` gives."""
     most = model.config.max_positions
     length = most if settings.max_model_len is None else settings.max_model_len
     if length > most:
         raise InvalidSetting("max_model_len", f"{length!r}; the model is made for 1 to {most} tokens")
     blocks = settings.num_blocks
     if blocks is None:
-        per_request = cdiv(length, settings.block_size)
-        free, reserve, share = memory
-        blocks = num_blocks_that_fit(
-            free=free,
-            reserve=reserve,
-            utilization=share,
-            bytes_per_block=bytes_per_token(layouts) * settings.block_size,
-            blocks_per_request=per_request,
-            most=None if settings.prefix_cache else settings.max_num_seqs * per_request,
-            setting="kv_utilization" if settings.kv_gib is None else "kv_gib",
-        )
+        blocks, length = _fitting(settings, layouts, memory, length)
     seed = secrets.randbits(62) if settings.seed is None else settings.seed
     return Limits(
         block_size=settings.block_size,
@@ -337,84 +331,39 @@ def _limits(
     )
 
 
-def _memory(settings: Settings, device: torch.device, taken: int | None = None) -> tuple[int, int, float]:
-    """(bytes free, bytes to leave, share of the rest) for KV.
+def _fitting(
+    settings: Settings, layouts: tuple[KvLayout, ...], memory: tuple[int, int, float, str], longest: int
+) -> tuple[int, int]:
+    """KV blocks, and tokens of the longest sequence: *longest*, or what the blocks hold if nobody set it."""
+    free, reserve, share, setting = memory
+    size, of_block = settings.block_size, bytes_per_token(layouts) * settings.block_size
+    fit = partial(
+        num_blocks_that_fit, free=free, reserve=reserve, utilization=share, bytes_per_block=of_block, setting=setting
+    )
+    if settings.max_model_len is None:
+        longest = min(longest, fit() * size)
+    per_request = cdiv(longest, size)
+    most = None if settings.prefix_cache else settings.max_num_seqs * per_request
+    return fit(blocks_per_request=per_request, most=most), longest
+
+
+def _tell_length(length: int, model: Model, settings: Settings) -> None:
+    """Warn that sequences can not be as long as the model is made for, unless they were asked to be shorter."""
+    if settings.max_model_len is None and length < model.config.max_positions:
+        words = "max_model_len is %d, all that KV has room for; the model is made for %d (more memory for KV: kv_gib)"
+        _log.warning(words, length, model.config.max_positions)
+
+
+def _memory(settings: Settings, device: torch.device, taken: int | None = None) -> tuple[int, int, float, str]:
+    """(bytes free, bytes to leave, share of the rest) for KV, and the setting that decides.
 
     *taken*: what steps need; None: the weights are still to come.
     """
     if settings.kv_gib is not None:
-        return int(settings.kv_gib * GIB), 0, 1.0
+        return int(settings.kv_gib * GIB), 0, 1.0, "kv_gib"
     if device.type == "cpu":
-        return int(CPU_KV_GIB * GIB), 0, 1.0
+        return int(CPU_KV_GIB * GIB), 0, 1.0, "kv_gib"
     free, total = torch.cuda.mem_get_info(device)
     reserve = int(settings.reserve_gib * GIB)
-    return (total if taken is None else max(0, free - taken)), reserve, settings.kv_utilization
-
-
-@frozen
-class MemoryPlan:
-    """What a model would take on each of *tp* devices. Bytes unless the name says otherwise."""
-
-    architecture: str
-    dtype: str
-    tp: int
-    num_parameters: int
-    weights: int
-    largest_group: int
-    """What loading needs on top of the weights, for a moment."""
-    kv_per_token: int
-    kv_per_block: int
-    block_size: int
-    memory: int
-    num_blocks: int
-    longest_context: int
-    """Tokens of one sequence alone: what the pool holds, at most what the model is made for."""
-    max_model_len: int
-    sequences_of_max_model_len: float
-    """How many of them the pool holds at once."""
-
-
-def memory_plan(
-    folder: Path,
-    *,
-    memory_gib: float,
-    dtype: str | None = None,
-    tp: int = 1,
-    block_size: int = 16,
-    kv_utilization: float = 0.85,
-    reserve_gib: float = 2.0,
-    max_model_len: int | None = None,
-) -> MemoryPlan:
-    """How the model in *folder* would fill devices of *memory_gib*, read from its config.json alone.
-
-    No block fits: num_blocks is 0, and no error. Raises CheckpointError; InvalidSetting for tp or dtype.
-    """
-    if not 0 < memory_gib <= 1e6:
-        raise InvalidSetting("memory_gib", f"must be in (0, 1e+06], not {memory_gib!r}")
-    Settings(kv_utilization=kv_utilization, reserve_gib=reserve_gib, block_size=block_size, max_model_len=max_model_len)
-    model = evolve(read_config(folder), dtype=_dtype(folder, Settings(dtype=dtype)))
-    most = model.config.max_positions
-    length = most if max_model_len is None else max_model_len
-    if length > most:
-        raise InvalidSetting("max_model_len", f"{length}; the model is made for 1 to {most} tokens")
-    sizes = weight_sizes(model, tp)
-    per_token = bytes_per_token(kv_layout(model, tp, block_size))
-    memory = int(memory_gib * GIB)
-    left = max(0, int((memory - sizes.rank_bytes - int(reserve_gib * GIB)) * kv_utilization))
-    blocks = left // (per_token * block_size)
-    return MemoryPlan(
-        architecture=model.name,
-        dtype=str(model.dtype).removeprefix("torch."),
-        tp=tp,
-        num_parameters=sizes.num_parameters,
-        weights=sizes.rank_bytes,
-        largest_group=sizes.largest_bytes,
-        kv_per_token=per_token,
-        kv_per_block=per_token * block_size,
-        block_size=block_size,
-        memory=memory,
-        num_blocks=blocks,
-        longest_context=min(blocks * block_size, most),
-        max_model_len=length,
-        sequences_of_max_model_len=blocks / cdiv(length, block_size),
-    )
+    left = total if taken is None else max(0, free - taken)
+    return left, reserve, settings.kv_utilization, "kv_utilization"

@@ -254,7 +254,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         metavar="N",
         type=integer(1),
-        help="tokens of prompt and output together (default: the model's)",
+        help="tokens of prompt and output together (default: the model's, or what KV has room for)",
     )
     group.add_argument(
         "--max-num-seqs",
@@ -271,12 +271,6 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         help="positions that one step computes at most (default: %(default)s)",
     )
     _memory(group)
-    group.add_argument(
-        "--kv-gib",
-        metavar="G",
-        type=number(0, math.inf, above=True),
-        help="memory for KV in GiB (default: what is left; 2 on a CPU)",
-    )
     group.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of an equal beginning")
     group.add_argument("--no-overlap", action="store_true", help="plan a step only after the one before it has landed")
     group.add_argument("--eager", action="store_true", help="capture no graphs")
@@ -311,6 +305,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="memory of one device in GiB (default: this machine's)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    group.add_argument(
+        "--kv-gib",
+        metavar="G",
+        type=number(0, math.inf, above=True),
+        help="memory for KV in GiB, instead of that rule (default on a CPU: 2)",
+    )
     parser.add_argument(
         "--tp", metavar="N", type=integer(1), default=1, help="devices that share the model (default: %(default)s)"
     )
@@ -337,7 +337,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         new = kinds.add_parser(name, help=says, description=says, allow_abbrev=False, epilog=_BENCH)
         new.add_argument("model", metavar="MODEL", help=MODEL)
         new.add_argument(
-            "--runs", metavar="N", type=integer(1), default=runs, help="measure so often (default: %(default)s)"
+            "--runs", metavar="N", type=integer(1), default=runs, help="measure N times (default: %(default)s)"
         )
         new.add_argument("--json", action="store_true", help="print one JSON object")
         new.add_argument("--output", metavar="FILE", type=Path, help="write the JSON object to FILE, too")
@@ -356,7 +356,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--steps", metavar="N", type=integer(1), default=224, help="decode steps to time (default: %(default)s)"
     )
     latency.add_argument(
-        "--warmup", metavar="N", type=integer(1), default=32, help="steps before them (default: %(default)s)"
+        "--warmup",
+        metavar="N",
+        type=integer(1),
+        default=32,
+        help="steps before, not timed (default: %(default)s)",
     )
     _watched(latency)
 

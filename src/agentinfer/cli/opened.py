@@ -6,10 +6,11 @@ import argparse
 import gc
 import logging
 import logging.handlers
+import re
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from agentinfer.cli.locate import locate
 from agentinfer.cli.usage import Usage, complain, flag, line
@@ -19,6 +20,8 @@ from agentinfer.state.request import SamplingParams
 if TYPE_CHECKING:
     from agentinfer.build import Settings
     from agentinfer.loop import Engine
+
+_FIELD: Final = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/.-])")
 
 
 @contextmanager
@@ -79,9 +82,16 @@ def params_of(args: argparse.Namespace) -> SamplingParams:
 
 
 def flagged(args: argparse.Namespace, error: InvalidRequest | InvalidSetting) -> str:
-    """What *error* says, with the flag instead of the field where there is one."""
+    """What *error* says, with flags instead of fields where there are any."""
     said = str(error)
-    return flag(error.field) + said.removeprefix(error.field) if hasattr(args, error.field) else said
+    if hasattr(args, error.field):
+        said = flag(error.field) + said.removeprefix(error.field)
+    return with_flags(args, said)
+
+
+def with_flags(args: argparse.Namespace, words: str) -> str:
+    """*words*, with the flags of *args* instead of fields of several words, such as max_model_len."""
+    return _FIELD.sub(lambda name: flag(name[0]) if hasattr(args, name[0]) else name[0], words)
 
 
 @contextmanager
@@ -97,10 +107,11 @@ def one_line(args: argparse.Namespace) -> Generator[None]:
         raise Usage(flagged(args, error)) from error
     except (AgentInferError, OSError, MemoryError, RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         kind = "" if isinstance(error, AgentInferError) else f"{type(error).__name__}: "
-        raise Usage(f"{args.model}: {kind}{line(error)}") from error
+        said = f"{kind}{line(error)}"
+        raise Usage(said if said.startswith(args.model) else f"{args.model}: {said}") from error
     finally:
         logger.removeHandler(held)
     said = [record.getMessage() for record in held.buffer if record.levelno >= logging.WARNING]
     said += [f"{warning.category.__name__}: {warning.message}" for warning in warned]
     for words in dict.fromkeys(said):  # a config is read more than once
-        complain(words)
+        complain(with_flags(args, words))

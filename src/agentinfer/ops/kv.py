@@ -191,12 +191,13 @@ def num_blocks_that_fit(
     Raises InvalidSetting, of *setting*, if not even one such request fits.
     """
     budget = max(0, int((free - reserve) * utilization))
+    lower = "max_model_len or reserve_gib" if reserve else "max_model_len"
     blocks = budget // bytes_per_block
     if blocks < max(1, blocks_per_request):
         raise InvalidSetting(
             setting,
             f"{budget:,} bytes are left for KV ({free:,} free - {reserve:,} reserved, times {utilization}): "
             f"{blocks} blocks of {bytes_per_block:,} bytes, but one request of max_model_len needs "
-            f"{max(1, blocks_per_request)}. Lower max_model_len or reserve_gib, or raise {setting}",
+            f"{max(1, blocks_per_request)}. Lower {lower}, or raise {setting}",
         )
     return blocks if most is None else min(blocks, most)
