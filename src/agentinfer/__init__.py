@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agentinfer.ops.provide import Ops, reference
     from agentinfer.ops.sample import sample
     from agentinfer.result import Result
+    from agentinfer.scoring import Score, score
     from agentinfer.state.admit import abort, arrive, fits, fork, validate
     from agentinfer.state.blocks import BlockPool
     from agentinfer.state.check import violations
@@ -80,6 +81,7 @@ _NAMES: Final = MappingProxyType(
         "memory": "MemoryPlan memory_plan",
         "text": "Text chat decode encode load_text",
         "result": "Result",
+        "scoring": "Score score",
         "loop": "Delta Engine World advance generate open_engine run start stream",
     }
 )
@@ -127,6 +129,7 @@ __all__ = [
     "Sampled",
     "SamplingColumns",
     "SamplingParams",
+    "Score",
     "SeqId",
     "Settings",
     "StaleHandle",
@@ -180,6 +183,7 @@ __all__ = [
     "sample",
     "sampled",
     "schedule",
+    "score",
     "stage",
     "start",
     "status",
