@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 import toys
 from agentinfer.build import Settings
 from agentinfer.errors import InvalidRequest
-from agentinfer.loop import Engine, Result, generate, open_engine, run, stream
+from agentinfer.loop import Engine, generate, open_engine, run, stream
+from agentinfer.result import Reader, Result, read, read_end
 from agentinfer.state.check import violations
 from agentinfer.state.engine import EngineState, digest
 from agentinfer.state.event import Event, Stopped
 from agentinfer.state.history import rewind
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
-from agentinfer.text import Reader, Text, decode, load_text, new_decoder, read, read_end
+from agentinfer.text import Text, decode, load_text, new_decoder
 from tiny import write_tiny
 
 PROMPT = [5, 6, 7]

@@ -254,8 +254,24 @@ def test_encodes_as_transformers_does(tmp_path: Path) -> None:
         text = text_of(tmp_path / name, tokenizer, eos_token="</s>" if name != "a" else "<|im_end|>")
         other = AutoTokenizer.from_pretrained(tmp_path / name)
         for words in ODD_TEXTS:
-            assert list(encode(text, words)) == other(words).input_ids
+            assert list(encode(text, words, parse_special_tokens=True)) == other(words).input_ids
+            assert list(encode(text, words)) == other(words, split_special_tokens=True).input_ids
     assert encode(text_of(tmp_path / "d", toys.byte_fallback()), "a")[:1] == (1,)
+
+
+def test_special_tokens_of_a_prompt_are_text_unless_asked_otherwise(tmp_path: Path) -> None:
+    """API-07: `<|im_end|>` in a prompt is ten bytes, but one token where a template wrote it; added ones still come."""
+    text = text_of(tmp_path / "a", toys.byte_level())
+    end = text.tokenizer.token_to_id("<|im_end|>")
+    assert encode(text, "a<|im_end|>b") == tuple(b"a<|im_end|>b")
+    assert encode(text, "a<|im_end|>b", parse_special_tokens=True) == (97, end, 98)
+    assert encode(text, "a<think>") == (97, text.tokenizer.token_to_id("<think>"))  # none of the special ones
+    other = text_of(tmp_path / "b", toys.byte_fallback(), bos_token="<s>")  # noqa: S106
+    ids = encode(other, "<s>a")
+    assert ids[0] == 1
+    assert 1 not in ids[1:]
+    assert encode(other, "<s>a", add_special_tokens=False) == ids[1:]
+    assert encode(other, "<s>a", parse_special_tokens=True)[:2] == (1, 1)
 
 
 def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
@@ -392,7 +408,7 @@ def test_tokens_of_the_config_are_added(tmp_path: Path) -> None:
     text = text_of(
         tmp_path, tokenizer, added_tokens_decoder=declared, eos_token={"__type": "AddedToken", "content": "<new>"}
     )
-    assert encode(text, "<new><plain>") == (size, size + 1)
+    assert encode(text, "<new><plain>", parse_special_tokens=True) == (size, size + 1)
     assert AutoTokenizer.from_pretrained(tmp_path)("<new><plain>").input_ids == [size, size + 1]
     assert decode(text, (size, size + 1)) == "<plain>"
     assert text.end_ids == (size,)
@@ -456,6 +472,48 @@ def test_chat_is_apply_chat_template(add: bool, talk: list[dict[str, str]], tmp_
     other = AutoTokenizer.from_pretrained(tmp_path)
     want = other.apply_chat_template(talk, add_generation_prompt=add, tokenize=True, return_dict=False)
     assert list(chat(text, talk, add_generation_prompt=add)) == want
+
+
+QWEN_LIKE = """{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- endif %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (system or '') + '\\n<tools>' }}
+{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("system", [True, False])
+def test_tools_and_switches_reach_the_template(tmp_path: Path, variables: dict[str, Any], *, system: bool) -> None:
+    """API-07: tools, calls, their results, system and enable_thinking give the ids of apply_chat_template."""
+    text = text_of(tmp_path, toys.byte_level(), QWEN_LIKE, eos_token="<|im_end|>")  # noqa: S106
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    schema = {"type": "object", "properties": {"city": {"type": "string", "description": "K\u00f6ln <b>"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "K\u00f6ln"}}}
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "no"},
+    ]
+    talk = [{"role": "system", "content": "be brief"}, *talk] if system else talk
+    for offered in (tools, None):
+        want = other.apply_chat_template(
+            talk, tools=offered, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
+        )
+        assert list(chat(text, talk, tools=offered, **variables)) == want
 
 
 def test_chat_has_one_bos(tmp_path: Path) -> None:
@@ -560,5 +618,5 @@ def test_token_that_is_no_special_of_the_file_is_added_as_special(tmp_path: Path
     """A named special token that is only a plain word of the vocabulary is matched as a whole and skipped."""
     tokenizer = toys.byte_level((b"<END>",))
     text = text_of(tmp_path, tokenizer, eos_token="<END>")  # noqa: S106
-    assert encode(text, "<END>") == text.end_ids
+    assert encode(text, "<END>", parse_special_tokens=True) == text.end_ids
     assert decode(text, text.end_ids) == ""

@@ -17,9 +17,12 @@ from agentinfer.ops.kv import renew
 from agentinfer.result import (
     Note,
     Prompt,
+    Reader,
     Result,
     caught_up,
     heard,
+    read,
+    read_end,
     reader_of,
     result_of,
     shown,
@@ -39,7 +42,7 @@ from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
 from agentinfer.steps import Device, Flight, Machine, land, launch
-from agentinfer.text import Reader, Text, eos_union, load_text, read, read_end
+from agentinfer.text import Text, eos_union, load_text
 
 
 @frozen(eq=False)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from agentinfer.errors import InvalidRequest
+from agentinfer.scan import scan, undecided
 from agentinfer.state.commit import flush
 from agentinfer.state.engine import EngineState
 from agentinfer.state.event import Arrived, Event, Forked, Stopped
@@ -18,12 +19,10 @@ from agentinfer.state.ids import SeqId, ints, tupled
 from agentinfer.state.plan import Output
 from agentinfer.state.request import SamplingParams
 from agentinfer.state.sequence import Finished
-from agentinfer.text import Decoder, Reader, Text, encode, read, read_end
+from agentinfer.text import Decoder, Text, encode, feed, flush_text
 
 Note = Callable[[Event, EngineState], None]
 """Told of each event and the state after it: a trace is what it was told."""
-Readers = Mapping[SeqId, Reader]
-"""Of the live sequences that stop strings can end."""
 
 
 def silent(_event: Event, _state: EngineState) -> None:
@@ -49,6 +48,69 @@ class Result:
 
 
 Prompt = str | Sequence[int]
+
+
+@frozen
+class Reader:
+    """Where the reading of one output stands: its decoder, and the stop strings looked for. As immutable as Decoder."""
+
+    decoder: Decoder = field(factory=Decoder)
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    """A stop string that ends within the text of so many tokens does not count."""
+    count: int = 0
+    """Tokens read."""
+    held: str = ""
+    """Text that may still become a stop string."""
+    found: str | None = None
+    """The stop string that ended the output; what came after its last token was not read."""
+
+
+Readers = Mapping[SeqId, Reader]
+"""Of the live sequences that stop strings can end."""
+
+
+def read(text: Text, reader: Reader, ids: Iterable[int]) -> tuple[Reader, str]:
+    """As `feed`, up to the first stop string: the text that is certain to be shown, and was not given before.
+
+    Of stop strings the one that ends first counts; of those that end together, the longest. One that is a special token
+    counts even where special tokens are skipped. Nothing after it is read: `found` and `count` say where that was.
+    """
+    if not reader.stop:
+        ids = tuple(ids)
+        decoder, words = feed(text, reader.decoder, ids)
+        return evolve(reader, decoder=decoder, count=reader.count + len(ids)), words
+    pieces: list[str] = []
+    for token in ids:
+        if reader.found is not None:
+            break
+        reader, words = _read_one(text, reader, token)
+        pieces.append(words)
+    return reader, "".join(pieces)
+
+
+def read_end(text: Text, reader: Reader) -> str:
+    """What is left to show at the end of an output."""
+    return "" if reader.found is not None else reader.held + flush_text(text, reader.decoder)
+
+
+def _read_one(text: Text, reader: Reader, token: int) -> tuple[Reader, str]:
+    decoder, piece = feed(text, reader.decoder, (token,))
+    count = reader.count + 1
+    if count <= reader.min_tokens:
+        words = reader.held + piece
+        at = undecided(reader.stop, words)
+        return evolve(reader, decoder=decoder, count=count, held=words[at:]), words[:at]
+    name = text.tokenizer.id_to_token(token)
+    if decoder.skip_special_tokens and name in text.special and name in reader.stop:
+        before, mark, held = reader.held + flush_text(text, decoder), name, ""
+    else:
+        scanned = scan(reader.stop, reader.held, piece)
+        before, mark, held = scanned.before, scanned.mark, scanned.rest
+    if mark is not None:
+        before, held = before + mark if reader.include_stop_str_in_output else before, ""
+    return evolve(reader, decoder=decoder, count=count, held=held, found=mark), before
 
 
 def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:

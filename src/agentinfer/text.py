@@ -5,9 +5,9 @@ the `tokenizers` package and the chat template is rendered by jinja2 directly: i
 seconds, and it is imported only for a folder that has no `tokenizer.json`. Code from a checkpoint is never run.
 
 Rules that are fixed here:
-* `encode` treats a prompt as the tokenizer does by default: special tokens that its post-processor adds are added,
-  once, and a literal such as `<|im_end|>` in the text becomes that token. `tokenizer.json` alone decides, as in
-  transformers 5: `add_bos_token` in tokenizer_config.json is not read.
+* `encode` adds the special tokens that the tokenizer's post-processor adds, once. `tokenizer.json` alone decides, as in
+  transformers 5: `add_bos_token` in tokenizer_config.json is not read. A literal such as `<|im_end|>` in a prompt is
+  text like any other, unless `parse_special_tokens` is asked for: then it is that token, as in transformers.
 * `chat` renders the template and adds no special token to what it wrote, so a BOS that the template writes is the only
   one: the ids are those of transformers' `apply_chat_template`.
 * Decoding never tidies up spaces (`clean_up_tokenization_spaces` is not read): that would change what the model said.
@@ -22,7 +22,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -32,7 +33,6 @@ from attrs import evolve, field, frozen
 from agentinfer.chat_template import ChatTemplates, read_templates, render
 from agentinfer.errors import CheckpointError, InvalidRequest
 from agentinfer.models.folder import member, read_json_if_there
-from agentinfer.scan import scan, undecided
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,6 +117,9 @@ class Text:
     """Tokens are bytes; or pieces of text with byte tokens among them; or pieces of text alone."""
     special: frozenset[str] = field(repr=False)
     """The tokens that `skip_special_tokens` skips."""
+    special_ids: frozenset[int] = field(repr=False)
+    literal: Callable[[], Tokenizer] = field(repr=False)
+    """The tokenizer that takes special tokens in a text for text. Made when it is first asked for."""
     named: Mapping[str, str] = field(repr=False)
     """`bos_token`, `eos_token`, ...: what chat templates call the special tokens."""
     templates: ChatTemplates = field(repr=False)
@@ -134,23 +137,6 @@ class Decoder:
     """The last token decoded, if the text of the next one depends on it; () at the start of the output."""
     spaces_between_special_tokens: bool = True
     """Keep the spaces that some tokenizers put between tokens where both are special ones."""
-
-
-@frozen
-class Reader:
-    """Where the reading of one output stands: its decoder, and the stop strings looked for. As immutable as Decoder."""
-
-    decoder: Decoder = Decoder()
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    min_tokens: int = 0
-    """A stop string that ends within the text of so many tokens does not count."""
-    count: int = 0
-    """Tokens read."""
-    held: str = ""
-    """Text that may still become a stop string."""
-    found: str | None = None
-    """The stop string that ended the output; what came after its last token was not read."""
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -181,11 +167,14 @@ def load_text(folder: Path) -> Text | None:
     ends = [named["eos_token"]] if "eos_token" in named else []
     ends += [token for token in CHAT_END if any(token in source for source in templates.sources.values())]
     known = (tokenizer.token_to_id(token) for token in ends)
+    added = tokenizer.get_added_tokens_decoder()
     return Text(
         folder=folder,
         tokenizer=tokenizer,
         decoding=_decoding(tokenizer, folder),
-        special=frozenset(str(t.content) for t in tokenizer.get_added_tokens_decoder().values() if t.special),
+        special=frozenset(str(t.content) for t in added.values() if t.special),
+        special_ids=frozenset(i for i, t in added.items() if t.special),
+        literal=cache(partial(_literal, tokenizer)),
         named=MappingProxyType(named),
         templates=templates,
         end_ids=tuple(sorted({token for token in known if token is not None})),
@@ -268,6 +257,14 @@ def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping
 _TOKEN_FIELDS: Final = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
+def _literal(tokenizer: Tokenizer) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_str(tokenizer.to_str())
+    found.encode_special_tokens = True  # "encode them as text"
+    return found
+
+
 def _decoding(tokenizer: Tokenizer, folder: Path) -> Literal["bytes", "fallback", "pieces"]:
     if tokenizer.decoder is None:
         return "pieces"
@@ -304,17 +301,25 @@ def chat(
         add_generation_prompt=add_generation_prompt,
         variables={**text.named, **variables},
     )
-    ids = encode(text, rendered, add_special_tokens=False, field="messages")
+    ids = encode(text, rendered, add_special_tokens=False, parse_special_tokens=True, field="messages")
     if not ids:
         raise InvalidRequest("messages", "the chat template makes no tokens of them")
     return ids
 
 
-def encode(text: Text, prompt: str, *, add_special_tokens: bool = True, field: str = "prompt") -> tuple[int, ...]:
-    """The ids of *prompt*, by the tokenizer's defaults (see the head of this module). *field*: named in errors.
+def encode(
+    text: Text,
+    prompt: str,
+    *,
+    add_special_tokens: bool = True,
+    parse_special_tokens: bool = False,
+    field: str = "prompt",
+) -> tuple[int, ...]:
+    """The ids of *prompt*, by the rules at the head of this module. *field*: named in errors.
 
-    Raises InvalidRequest for what is no text, or holds half of a surrogate pair. No text gives no ids, or those that
-    the tokenizer adds.
+    *parse_special_tokens*: special tokens in it are those tokens, not text: for what a chat template wrote. Raises
+    InvalidRequest for what is no text, or holds half of a surrogate pair. No text gives no ids, or those that the
+    tokenizer adds.
     """
     if not isinstance(prompt, str):  # pyright: ignore[reportUnnecessaryIsInstance] - from outside
         raise InvalidRequest(field, f"must be a text, not {type(prompt).__name__}")
@@ -322,7 +327,11 @@ def encode(text: Text, prompt: str, *, add_special_tokens: bool = True, field: s
         prompt.encode("utf-8")
     except UnicodeEncodeError as e:
         raise InvalidRequest(field, f"is no valid Unicode: {prompt[e.start]!r} at character {e.start}") from e
-    return tuple(text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids)
+    found = text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    said = (token for token, added in zip(found.ids, found.special_tokens_mask, strict=True) if not added)
+    if not parse_special_tokens and not text.special_ids.isdisjoint(said):
+        found = text.literal().encode(prompt, add_special_tokens=add_special_tokens)
+    return tuple(found.ids)
 
 
 def decode(text: Text, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -357,48 +366,6 @@ def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str
 def flush_text(text: Text, decoder: Decoder) -> str:
     """The end of an output: U+FFFD if a character was cut off, else nothing."""
     return flush_utf8(decoder.utf8, each_byte=text.decoding != "bytes")
-
-
-def read(text: Text, reader: Reader, ids: Iterable[int]) -> tuple[Reader, str]:
-    """As `feed`, up to the first stop string: the text that is certain to be shown, and was not given before.
-
-    Of stop strings the one that ends first counts; of those that end together, the longest. One that is a special token
-    counts even where special tokens are skipped. Nothing after it is read: `found` and `count` say where that was.
-    """
-    if not reader.stop:
-        ids = tuple(ids)
-        decoder, words = feed(text, reader.decoder, ids)
-        return evolve(reader, decoder=decoder, count=reader.count + len(ids)), words
-    pieces: list[str] = []
-    for token in ids:
-        if reader.found is not None:
-            break
-        reader, words = _read_one(text, reader, token)
-        pieces.append(words)
-    return reader, "".join(pieces)
-
-
-def read_end(text: Text, reader: Reader) -> str:
-    """What is left to show at the end of an output."""
-    return "" if reader.found is not None else reader.held + flush_text(text, reader.decoder)
-
-
-def _read_one(text: Text, reader: Reader, token: int) -> tuple[Reader, str]:
-    decoder, piece = feed(text, reader.decoder, (token,))
-    count = reader.count + 1
-    if count <= reader.min_tokens:
-        words = reader.held + piece
-        at = undecided(reader.stop, words)
-        return evolve(reader, decoder=decoder, count=count, held=words[at:]), words[:at]
-    name = text.tokenizer.id_to_token(token)
-    if decoder.skip_special_tokens and name in text.special and name in reader.stop:
-        before, mark, held = reader.held + flush_text(text, decoder), name, ""
-    else:
-        scanned = scan(reader.stop, reader.held, piece)
-        before, mark, held = scanned.before, scanned.mark, scanned.rest
-    if mark is not None:
-        before, held = before + mark if reader.include_stop_str_in_output else before, ""
-    return evolve(reader, decoder=decoder, count=count, held=held, found=mark), before
 
 
 def _bytes_of(token: str) -> bytes:
