@@ -20,17 +20,20 @@ WORKERS := -n 2 --dist worksteal
 
 help:
 	@echo "make demo    stream an answer of a small real model, then a batch with statistics"
-	@echo "make test    the tests, without the slow ones (at most 8 minutes on 2 cores)"
+	@echo "make test    the tests, without the slow ones (8 minutes on 2 cores, when nothing else runs)"
 	@echo "make check   ruff, pyright, import-linter, the snippets of the documentation"
 	@echo "make ci      all that must hold: check, every test, mutants, notebooks (at most 45 minutes)"
 	@echo "make soak    20,000 random programs against the control plane, and more of everything (an hour or more)"
 	@echo "make docs    the reference of the public names, in build/docs"
-	@echo "make clean   remove what these targets made"
+	@echo "make notebooks, make control-plane, make mutants    parts of ci: the notebooks run; the tests of the control plane"
+	@echo "             where torch is not installed; the tests find planted faults"
+	@echo "make clean   remove what these targets made here (the demo model stays in its cache)"
 
 demo: $(VENV)/.demo
 	$(BIN)/agentinfer demo
 
 test: $(VENV)/.dev
+	@echo "the tests, without the slow ones: 8 minutes on 2 cores when nothing else runs"
 	HYPOTHESIS_PROFILE=fast $(PYTEST) $(WORKERS) -m "not slow"
 
 check: lint types layers snippets
@@ -78,9 +81,11 @@ control-plane: $(BARE)/.ready
 	! $(BARE)/bin/python -c "import torch" 2>/dev/null
 	HYPOTHESIS_PROFILE=fast $(BARE)/bin/python -m pytest tests/state
 
+# The cache is outside of this folder, and other clones may use it.
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "the demo model, if it was fetched, is kept: rm -r $${XDG_CACHE_HOME:-$$HOME/.cache}/agentinfer"
 
 define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, not {sys.version}: make PYTHON=...")'
@@ -88,6 +93,7 @@ define make_venv
 endef
 
 $(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "once: packages into $(VENV)/ (about 2 GB, some minutes), then the demo model into the cache (93 MB to fetch, 540 MB kept)"
 	$(call make_venv,$(VENV))
 	$(PIP) --editable '.[demo]'
 	@touch $@

@@ -892,6 +892,7 @@ def test_the_demo_shows_an_answer_and_a_batch(call: Call, talker: Path, monkeypa
     status, out, err = call("demo", "--question", question, "--max-tokens", 5)
     assert (status, err) == (0, "")
     assert f"> {question}\n\n{expected}\n" in out
+    assert "40 tokens at most\n" in out
     assert len(re.findall(r"^  [1-8]  ", out, re.MULTILINE)) == 8
     assert re.search(r"\d+ tokens in \d+ steps and [\d.]+ s: [\d.]+ tokens/s together", out)
     prompt = len(chat(open_engine(talker, Settings(num_blocks=64)).text, [say("user", question)]))
@@ -908,7 +909,7 @@ def test_the_demo_model_that_can_not_be_had_is_one_line(call: Call, monkeypatch:
     def fail(*_: object, **__: object) -> Path:
         raise AgentInferError("no network\nat all")
 
-    monkeypatch.setattr("agentinfer.demo.ensure_demo", fail)
+    monkeypatch.setattr("agentinfer.find.ensure_demo", fail)
     for command in (("demo",), ("generate", "demo", "--prompt", "x"), ("plan", "demo")):
         status, out, err = call(*command)
         assert (status, out) == (2, "")

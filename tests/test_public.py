@@ -42,7 +42,7 @@ def test_what_the_readers_of_the_contract_look_for() -> None:
         launch land prefill_step decode_step sample advance Engine
         generate stream open_engine Settings AgentInferError InvalidRequest InvalidSetting CheckpointError"""
     assert set(wanted.split()) <= set(agentinfer.__all__)
-    assert set(agentinfer.__all__) <= set(dir(agentinfer))
+    assert dir(agentinfer) == sorted(agentinfer.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

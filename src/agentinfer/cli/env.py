@@ -13,8 +13,8 @@ import attrs
 import torch
 
 import agentinfer
-from agentinfer.cli.locate import demo_cache
 from agentinfer.cli.plan import amount
+from agentinfer.demo import default_cache
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.choose import AUTO, RULES, UNRUN, Site, chosen, refusal
 from agentinfer.ops.provide import Primitives
@@ -115,4 +115,4 @@ def caches() -> dict[str, str]:
     """Where models are kept."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return {"Hugging Face hub": str(HF_HUB_CACHE), "demo model": str(demo_cache())}
+    return {"Hugging Face hub": str(HF_HUB_CACHE), "demo model": str(default_cache())}
