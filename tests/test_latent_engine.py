@@ -174,7 +174,7 @@ def test_what_it_takes_is_planned(folder: Path) -> None:
 
 def test_other_ops_are_refused(folder: Path) -> None:
     """Asked for by name, a provider without latent attention is refused before anything is loaded; so is compile."""
-    with pytest.raises(InvalidSetting, match="ops: triton: no latent attention yet"):
-        open_engine(folder, small(ops="triton"))
+    with pytest.raises(InvalidSetting, match="ops: vllm: no latent attention yet"):
+        open_engine(folder, small(ops="vllm"))
     with pytest.raises(InvalidSetting, match=r"compile: .*latent attention"):
         open_engine(folder, small(compile=True))

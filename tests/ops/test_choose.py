@@ -118,24 +118,29 @@ LATENT = LatentShape(16, 128, 64, 512, 128)
 EXPERTS = ExpertShape(64, 6, 1408)
 
 
-@pytest.mark.parametrize(
-    ("shape", "what"),
-    [
-        (LayerShape(HeadShape(16, 1, 576), LATENT, None), "latent attention"),
-        (LayerShape(HeadShape(16, 1, 576), LATENT, EXPERTS), "latent attention"),
-        (LayerShape(HeadShape(32, 8, 128), None, EXPERTS), "experts"),
-    ],
-)
-def test_what_only_the_reference_has(everything: object, shape: LayerShape, what: str) -> None:
-    """For latent attention and experts auto is the reference and says why; other providers refuse, and so does compile
+SHAPES = [
+    (LayerShape(HeadShape(16, 1, 576), LATENT, None), "latent attention"),
+    (LayerShape(HeadShape(16, 1, 576), LATENT, EXPERTS), "latent attention"),
+    (LayerShape(HeadShape(32, 8, 128), None, EXPERTS), "experts"),
+]
+
+
+def on_hopper(shape: LayerShape) -> Site:
+    return evolve(HOPPER, shape=shape.heads, latent=shape.latent, experts=shape.experts)
+
+
+@pytest.mark.parametrize(("shape", "what"), SHAPES)
+def test_latents_and_experts(everything: object, shape: LayerShape, what: str) -> None:
+    """Triton and the reference have latent attention and experts, auto is Triton's; others refuse, and so does compile
     mode.
     """
     del everything
-    site = evolve(HOPPER, shape=shape.heads, latent=shape.latent, experts=shape.experts)
+    site = on_hopper(shape)
     ops, why = choose.chosen("auto", site)
-    assert ops.name == "reference"
-    assert set(why.values()) == {f"reference: triton can not, no {what} yet"}
-    for name in set(choose.RULES) - {"reference"}:
+    assert ops.name == "triton"
+    assert why["attend_latent"].startswith("triton: ")
+    assert why["experts_add"].startswith("triton: ")
+    for name in set(choose.RULES) - {"reference", "triton"}:
         with pytest.raises(InvalidSetting, match=f"{name}: no {what} yet"):
             choose.chosen(name, site)
     with pytest.raises(InvalidSetting, match=f"compile: .*{what}"):
@@ -144,14 +149,37 @@ def test_what_only_the_reference_has(everything: object, shape: LayerShape, what
     assert choose.choose("auto", CPU, torch.float32, shape, 4)[0].name == "reference"
 
 
-def test_who_lacks_a_call_says_so(everything: object) -> None:
-    """On a dense site nobody computes experts and latent attention for Triton, which the table of reasons tells."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latent": evolve(LATENT, nope_dim=96)}, "qk_nope_head_dim 96 is no power of two from 16 to 256"),
+        ({"latent": evolve(LATENT, rope_dim=8)}, "qk_rope_head_dim 8"),
+        ({"latent": evolve(LATENT, latent_dim=1024)}, "kv_lora_rank 1024"),
+        ({"latent": evolve(LATENT, value_dim=100)}, "v_head_dim 100"),
+        ({"experts": evolve(EXPERTS, width=1404)}, "experts of width 1404"),
+        ({"capability": (8, 0)}, "experts need TMA: compute capability 8.0"),
+        ({"block_size": 4}, "block_size 4"),
+    ],
+)
+def test_latents_and_experts_that_triton_refuses(everything: object, change: dict[str, Any], message: str) -> None:
+    """Triton names the width that it has no program for; auto is then the reference and says so."""
     del everything
-    _, why = choose.chosen("auto", HOPPER)
-    assert why["attend_latent"] == "nobody: triton has no latent attention yet"
-    assert why["experts_add"] == "nobody: triton has no experts yet"
-    ops = lacking("triton", "experts")
-    with pytest.raises(InvalidSetting, match="ops: triton: no experts yet"):
+    site = evolve(on_hopper(SHAPES[1][0]), **change)
+    with pytest.raises(InvalidSetting, match=f"triton: {message}"):
+        choose.chosen("triton", site)
+    ops, why = choose.chosen("auto", site)
+    assert ops.name == "reference"
+    assert why["attend"].startswith(f"reference: triton can not, {message}")
+
+
+def test_who_lacks_a_call_says_so(everything: object) -> None:
+    """On a dense site nobody computes experts and latent attention for vllm, which the table of reasons tells."""
+    del everything
+    _, why = choose.chosen("vllm", HOPPER)
+    assert why["attend_latent"] == "nobody: vllm has no latent attention yet"
+    assert why["experts_add"] == "nobody: vllm has no experts yet"
+    ops = lacking("vllm", "experts")
+    with pytest.raises(InvalidSetting, match="ops: vllm: no experts yet"):
         ops(1, 2, 3)
 
 

@@ -91,15 +91,32 @@ def _no_reference(site: Site) -> str | None:
 
 
 def _no_triton(site: Site) -> str | None:
-    group, rest = divmod(site.shape.num_heads, site.shape.num_kv_heads)
-    return _first(
+    problem = _first(
         (_installed("triton"), "triton is not installed"),
         _cuda(site, 8, 9, 10, 12),
         (site.dtype in (*HALVES, torch.float32), f"dtype {_name(site.dtype)} has no kernels"),
-        (site.shape.head_dim in (64, 128), f"head_dim {site.shape.head_dim} is neither 64 nor 128"),
-        (rest == 0 and group <= 16, f"{site.shape.num_heads} query heads over {site.shape.num_kv_heads} KV heads"),
         _blocks(site, 16),
     )
+    return problem or _no_triton_heads(site) or _no_triton_experts(site)
+
+
+def _no_triton_heads(site: Site) -> str | None:
+    if site.latent is not None:
+        return import_module("agentinfer.ops.latent").unsupported(site.latent)
+    group, rest = divmod(site.shape.num_heads, site.shape.num_kv_heads)
+    return _first(
+        (site.shape.head_dim in (64, 128), f"head_dim {site.shape.head_dim} is neither 64 nor 128"),
+        (rest == 0 and group <= 16, f"{site.shape.num_heads} query heads over {site.shape.num_kv_heads} KV heads"),
+    )
+
+
+def _no_triton_experts(site: Site) -> str | None:
+    if site.experts is None:
+        return None
+    hopper, problem = _cuda(site, 9, 10, 12)
+    if not hopper:
+        return f"experts need TMA: {problem}"
+    return import_module("agentinfer.ops.experts").unsupported(site.experts, site.dtype.itemsize)
 
 
 def _no_vllm(site: Site) -> str | None:
@@ -146,9 +163,9 @@ RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
 )
 """Of each provider: why it can not work on a site; None if it can."""
 NAMES: Final = (AUTO, *RULES)
-LATENT: Final = ("reference",)
+LATENT: Final = ("reference", "triton")
 """Providers of latent attention."""
-EXPERTS: Final = ("reference",)
+EXPERTS: Final = ("reference", "triton")
 """Providers of experts."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
 """Providers that do not sample, and whose layers ask nothing of the host: with sampling they can be captured."""

@@ -11,8 +11,9 @@ rows  product
 more  cuBLAS, and small kernels between
 ===== ===========================================================================
 
-Steps of one query a row go to `attend_decode`, others to *ragged*. Between our own kernels launches are programmatic
-(on Hopper and later), as `kernels/embed.py` explains; cuBLAS and other providers take no part and end the chain.
+Steps of one query a row go to `attend_decode`, others to *ragged*; latent attention is in `latent`, experts in
+`experts`. Between our own kernels launches are programmatic (on Hopper and later), as `kernels/embed.py` explains;
+cuBLAS and other providers take no part and end the chain.
 
 Shapes: T positions, S samples, D model width, X local qkv width, F local gate width, V local vocabulary.
 """
@@ -22,48 +23,28 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from agentinfer.ops import linear
+from agentinfer.ops import experts, latent, linear
 from agentinfer.ops.attention import HeadShape, values_of
 from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kernels import add_norm, silu
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
 from agentinfer.ops.kernels.embed import embed
-from agentinfer.ops.kernels.gemm import fits, gemm
+from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_tokens
 from agentinfer.ops.kv import LayerKv
-from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, lacking, reference
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.products import Launch, by_gemm, gated, product
+from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, reference
 from agentinfer.ops.ragged import attend_ragged, check_heads
 from agentinfer.ops.sample import on_device
 
 GEMM_MOST_ROWS = 64
 """Beyond, cuBLAS is faster."""
-
-
-@frozen(eq=False)
-class Launch:
-    """What every call needs besides its arguments."""
-
-    pdl: bool
-    """Programmatic dependent launch."""
-    gemm_rows: int
-    """Most rows for our own product of several rows."""
-    counters: Tensor
-    """[COUNTERS] int32, 0 between kernels: see `attend_decode`."""
-
-
-def _product(run: Launch, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight^T + bias in x's dtype, for any number of rows."""
-    if len(x) == 1:
-        return gemv(x, weight, x.dtype, bias=bias, pdl=run.pdl)
-    if 1 < len(x) <= run.gemm_rows and fits(x, weight):
-        return gemm(x, weight, x.dtype, bias=bias, pdl=run.pdl)
-    return functional.linear(x, weight, bias)
 
 
 def _norm(run: Launch, stream: Stream, norm_D: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Stream]:
@@ -84,7 +65,7 @@ def _norm_qkv(
         x = gemv(stream.residual_TD, weight_XD, weight_XD.dtype, norm_K=norm_D, eps=eps, bias=bias_X, pdl=run.pdl)
         return x, stream
     normed, stream = _norm(run, stream, norm_D, weight_XD.dtype, eps)
-    return _product(run, normed, weight_XD, bias_X), stream
+    return product(run, normed, weight_XD, bias_X), stream
 
 
 def _norm_gate_up(
@@ -97,11 +78,7 @@ def _norm_gate_up(
         )  # fmt: skip
         return act, stream
     normed, stream = _norm(run, stream, norm_D, dtype, eps)
-    if rows == 1:
-        return gemv(normed, weight, dtype, bias=bias, gated=True, pdl=run.pdl), stream
-    if 1 < rows <= run.gemm_rows and fits(normed, weight):
-        return gemm(normed, weight, dtype, bias=bias, gated=True, pdl=run.pdl), stream
-    return silu.silu_and_mul(functional.linear(normed, weight, bias), pdl=run.pdl), stream
+    return gated(run, normed, weight, bias), stream
 
 
 def _row_add(run: Launch, x: Tensor, weight: Tensor, bias_D: Tensor | None, stream: Stream, group: Group) -> Stream:
@@ -110,11 +87,11 @@ def _row_add(run: Launch, x: Tensor, weight: Tensor, bias_D: Tensor | None, stre
     if stream.pending_TD is not None:
         residual = residual + stream.pending_TD.sum(0, dtype=torch.float32)
     if group.size > 1:
-        y = group.all_reduce_sum(_product(run, x, weight, None))
+        y = group.all_reduce_sum(product(run, x, weight, None))
         return Stream(residual, (y if bias_D is None else y + bias_D).unsqueeze(0))
     if len(x) == 1:
         return Stream(gemv(x, weight, torch.float32, bias=bias_D, add_to=residual, pdl=run.pdl), None)
-    if 1 < len(x) <= run.gemm_rows and fits(x, weight):
+    if by_gemm(run, x, weight):
         return Stream(residual, gemm(x, weight, torch.float32, bias=bias_D, partial=True, pdl=run.pdl))
     return Stream(residual, functional.linear(x, weight, bias_D).unsqueeze(0))
 
@@ -138,7 +115,7 @@ def _wide_product(run: Launch, x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T in float32, not rounded in between where the device can."""
     if len(x) == 1:
         return gemv(x, weight, torch.float32, pdl=run.pdl)
-    if 1 < len(x) <= run.gemm_rows and fits(x, weight):
+    if by_gemm(run, x, weight):
         return gemm(x, weight, torch.float32, pdl=run.pdl)
     if x.dtype != torch.float32 and x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -156,6 +133,19 @@ def _attend(
         qkv_TX, kv.k, values_of(kv), x.table, x.rows, x.context, x.slots, shape.num_heads, cos_sin, q_norm, k_norm,
         eps, scale, window, run.counters, pdl=run.pdl,
     )  # fmt: skip
+
+
+def _norm_latent(
+    run: Launch, stream: Stream, norm_D: Tensor, down_AD: Tensor, q_norm: Tensor | None, q_up: Tensor | None,
+    shape: LatentShape, eps: float, latent_eps: float,
+) -> tuple[Tensor, Tensor, Stream]:  # fmt: skip
+    down, stream = _norm_qkv(run, stream, norm_D, down_AD, None, eps)
+    q, latents = down[:, : -shape.cached_dim], down[:, -shape.cached_dim :]
+    if (q_norm is None) != (q_up is None):
+        raise ValueError("a query's latent is normed and taken up, or there is none; one of two weights is missing")
+    if q_norm is not None and q_up is not None:
+        q = product(run, add_norm.rms_norm(q.contiguous(), q_norm, latent_eps), q_up, None)
+    return q, latents, stream
 
 
 def launches_dependents(device: torch.device) -> bool:
@@ -194,10 +184,10 @@ def triton_ops(
         norm_gate_up=partial(_norm_gate_up, run),
         down_add=partial(_row_add, run),
         norm_head=partial(_norm_head, run),
-        norm_latent=lacking("triton", "latent attention"),
-        attend_latent=lacking("triton", "latent attention"),
-        norm_route=lacking("triton", "experts"),
-        experts_add=lacking("triton", "experts"),
+        norm_latent=partial(_norm_latent, run),
+        attend_latent=partial(latent.attend, pdl=run.pdl),
+        norm_route=partial(experts.norm_route, run),
+        experts_add=partial(experts.experts_add, run),
         primitives=Primitives(
             rms_norm=add_norm.rms_norm,
             fused_add_rms_norm=add_norm.fused_add_rms_norm,

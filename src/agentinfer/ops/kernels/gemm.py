@@ -69,20 +69,23 @@ def gemm(
     bias: Tensor | None = None,
     gated: bool = False,
     partial: bool = False,
+    out: Tensor | None = None,
     pdl: bool = False,
     tile: GemmTile | None = None,
 ) -> Tensor:
     """x @ weight^T + bias, [M, N] of *dtype*, accumulated in float32. *gated* makes silu(gate) * up of the two halves.
 
     *x* is [M, K], *weight* [N, K] ([2N, K] if gated: rows of the gate, then of up), both contiguous, of one dtype, with
-    rows of a multiple of 16 bytes. *partial*: [P, M, N] instead, whose sum over P is the product.
+    rows of a multiple of 16 bytes. *partial*: [P, M, N] instead, whose sum over P is the product. *out*: where to write
+    it, of that shape and *dtype*, contiguous; None: to new memory.
 
     *pdl*: take part in programmatic dependent launch.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     t = gemm_tile(rows, n, k, gated, partial=partial) if tile is None else tile
-    out = torch.empty((t.split, rows, n) if partial else (rows, n), dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty((t.split, rows, n) if partial else (rows, n), dtype=dtype, device=x.device)
     _gemm[(-(-n // t.n), -(-rows // t.m), t.split if partial else 1)](
         TensorDescriptor(x, [rows, k], [k, 1], [t.m, t.k]),
         TensorDescriptor(weight, [weight.shape[0], k], [k, 1], [t.n, t.k]),

@@ -1,0 +1,129 @@
+"""The experts of one position, their weights read once: two kernels, no expert of another is touched.
+
+Shared experts take part as if they were S more experts of the same width, whose weight is 1.
+
+Shapes: D model width, E experts, F width of an expert, K experts of the position, S as above.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from agentinfer.ops.kernels.launch import Direct
+from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile, power_of_two
+
+
+@triton.jit
+def _gate_up(
+    x, weight, shared, experts, out,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (n, j): outputs n * BN and on of expert j; those from K on are shared."""
+    if PDL:
+        gdc_launch_dependents()
+    j = tl.program_id(1)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = row < F
+    row = tl.minimum(row, F - 1)
+    dims = tl.arange(0, BK)
+    if PDL:
+        gdc_wait()
+    if j < K:
+        expert = tl.load(experts + j)
+        at = weight + (expert * (2 * F) + row)[:, None] * D
+        up = at + F * D
+    else:
+        at = shared + ((j - K) * F + row).to(tl.int64)[:, None] * D
+        up = at + S * F * D
+    acc = tl.zeros((BN, BK), tl.float32)
+    acc_up = tl.zeros((BN, BK), tl.float32)
+    for c in tl.static_range((D + BK - 1) // BK):
+        col = c * BK + dims
+        there = col < D
+        xc = tl.load(x + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)[None, :]
+        w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+        v = tl.load(up + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * xc
+        acc_up += v.to(tl.float32) * xc
+    y = tl.sum(acc, 1)
+    y = y * tl.sigmoid(y) * tl.sum(acc_up, 1)
+    tl.store(out + j * F + row, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down(
+    act, weight, shared, weights, experts, out,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program n: numbers n * BN and on of the sum, onto what *out* holds. One expert after the other."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = row < D
+    row = tl.minimum(row, D - 1).to(tl.int64)
+    dims = tl.arange(0, BK)
+    if PDL:
+        gdc_wait()
+    before = tl.load(out + row, cache_modifier=".cg")
+    acc = tl.zeros((BN, BK), tl.float32)
+    for j in tl.static_range(K + S):
+        if j < K:
+            at = weight + (tl.load(experts + j) * D + row)[:, None] * F
+            share = tl.load(weights + j)
+        else:
+            at = shared + row[:, None] * (S * F) + (j - K) * F
+            share = 1.0
+        for c in tl.static_range((F + BK - 1) // BK):
+            col = c * BK + dims
+            there = col < F
+            xc = tl.load(act + j * F + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+            w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+            acc += w.to(tl.float32) * (xc * share)[None, :]
+    tl.store(out + row, before + tl.sum(acc, 1), mask=inside)
+
+
+_run_gate_up = Direct(_gate_up)
+_run_down = Direct(_down)
+
+
+def down_tile(n: int, k: int) -> GemvTile:
+    """A rule, not measured yet: whole rows of an expert where they are short, so that there are programs enough."""
+    chunk = min(2048, power_of_two(k))
+    return GemvTile(4 if n >= 2048 else 2, chunk, 4)
+
+
+def expert_gemv(
+    x_1D: Tensor, weights_1K: Tensor, experts_1K: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
+    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor, *, pdl: bool = False,
+    tiles: tuple[GemvTile, GemvTile] | None = None,
+) -> Tensor:  # fmt: skip
+    """The weighted experts of one position and the shared ones, onto *add_to* ([1, D] float32) in place, which is what
+    is returned. Float32 inside, but for what is between the two products, which is of x's dtype.
+
+    *gate_up* [E, 2F, D], gate rows first, *down* [E, D, F]; shared ones [2 * S * F, D] and [D, S * F] (S any whole
+    number), or None; all contiguous, of one dtype. *weights* float32, *experts* int64. The sum is in their order, then
+    the shared ones. *pdl*: the weights are complete before the kernel before this one began.
+    """
+    (_, width, model), chosen = down_EDF.transpose(1, 2).shape, experts_1K.shape[1]
+    more = 0 if shared_down is None else shared_down.shape[1] // width
+    first, second = tiles or (gemv_tile((chosen + more) * width, model, True), down_tile(model, width))  # noqa: FBT003 - gated
+    act = torch.empty((chosen + more, width), dtype=x_1D.dtype, device=x_1D.device)
+    _run_gate_up(
+        (-(-width // first.rows), chosen + more, 1),
+        (x_1D, gate_up_EFD, gate_up_EFD if shared_gate_up is None else shared_gate_up, experts_1K, act), (),
+        (model, width, chosen, more, first.rows, first.chunk, pdl),
+        warps=first.warps, pdl=pdl,
+    )  # fmt: skip
+    _run_down(
+        (-(-model // second.rows), 1, 1),
+        (act, down_EDF, down_EDF if shared_down is None else shared_down, weights_1K, experts_1K, add_to), (),
+        (model, width, chosen, more, second.rows, second.chunk, pdl),
+        warps=second.warps, pdl=pdl,
+    )  # fmt: skip
+    return add_to
