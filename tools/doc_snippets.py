@@ -1,16 +1,21 @@
 """Execute the Python of the documentation: doc_snippets.py FILE_OR_FOLDER ...
 
 Every ```python block of a Markdown file runs, the blocks of one file in one namespace. A block right after the
-comment `<!-- no-run: reason -->` is only compiled. Each file runs in an empty folder of its own.
+comment `<!-- no-run: reason -->` is only compiled. One after `<!-- source: module.function -->` must be the text of
+that function, less its docstring. Each file runs in an empty folder of its own.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import sys
 import tempfile
+import textwrap
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +23,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL
 )
 NO_RUN = re.compile(r"<!-- no-run: \S[^\n]* -->\s*\Z")
+SOURCE = re.compile(r"<!-- source: (?P<name>[\w.]+) -->\s*\Z")
 
 
 class Block(NamedTuple):
@@ -26,6 +32,8 @@ class Block(NamedTuple):
     line: int
     source: str
     runs: bool
+    shows: str | None
+    """The function whose text it is."""
 
 
 def blocks(text: str) -> list[Block]:
@@ -37,8 +45,20 @@ def blocks(text: str) -> list[Block]:
         line = text.count("\n", 0, match.start("body"))
         indent = len(match["indent"])
         body = "\n".join(row[indent:] for row in match["body"].split("\n"))
-        found.append(Block(line, body, NO_RUN.search(text[: match.start()]) is None))
+        before = text[: match.start()]
+        shown = SOURCE.search(before)
+        runs = shown is None and NO_RUN.search(before) is None
+        found.append(Block(line, body, runs, shown and shown["name"]))
     return found
+
+
+def text_of(name: str) -> str:
+    """The source of the function *name*, less its docstring."""
+    module, _, function = name.rpartition(".")
+    source = textwrap.dedent(inspect.getsource(getattr(import_module(module), function)))
+    first = ast.parse(source).body[0].body[0]  # type: ignore[attr-defined]
+    lines = source.splitlines(keepends=True)
+    return "".join(lines[: first.lineno - 1] + lines[first.end_lineno :])
 
 
 def check(path: Path) -> tuple[int, int]:
@@ -49,6 +69,8 @@ def check(path: Path) -> tuple[int, int]:
         try:
             # The padding makes tracebacks name the line in the Markdown file.
             code = compile("\n" * block.line + block.source, str(path), "exec")
+            if block.shows is not None:
+                assert block.source.strip() == text_of(block.shows).strip(), f"not the text of {block.shows}"  # noqa: S101 - reported below
             if block.runs and not failed:
                 exec(code, namespace)
         except (Exception, SystemExit):

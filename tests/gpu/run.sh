@@ -19,7 +19,8 @@
 #              OURS="--ops triton" adds them to `agentinfer bench`
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
 #
-# Reads .dev/py.tar.xz (tools/carry_gpu.sh) and, if there, .dev/site.tar.xz (vLLM as a folder); WITHOUT_VLLM=1 leaves it
+# Runs .venv/bin/python where there is one and no .dev, else python3, whose torch has CUDA; PYTHON=... is another.
+# Reads, if there, .dev/py.tar.xz (tools/carry_gpu.sh: what that Python lacks) and .dev/site.tar.xz (vLLM as a folder); WITHOUT_VLLM=1 leaves it
 # out. Writes to $OUT: log.txt with everything, and a JSON file a bench. TEST_S, BENCH_S: limits of one step (300, 150). TEST_JOBS: tests side by side (8; 0: in turn).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,6 +32,8 @@ test_s=${TEST_S:-300}
 bench_s=${BENCH_S:-150}
 model=${MODEL:-Qwen3-0.6B}
 mkdir -p "$out" "$scratch"
+python=${PYTHON:-python3}
+[ -z "${PYTHON:-}" ] && [ ! -d .dev ] && [ -x .venv/bin/python ] && python=$repo/.venv/bin/python
 log=$out/log.txt
 begin=$(date +%s)
 failed=0
@@ -40,14 +43,14 @@ unpack() { # NAME: .dev/NAME.tar.xz to $scratch/NAME, once a machine
   [ -e "$repo/.dev/$1.tar.xz" ] || { echo "no .dev/$1.tar.xz"; return 0; }
   [ -e "$scratch/$1/.unpacked" ] && return 0
   mkdir -p "$scratch/$1" && tar -xJf "$repo/.dev/$1.tar.xz" -C "$scratch/$1" || return 1
-  python3 -m compileall -q -j 0 "$scratch/$1" > /dev/null 2>&1
+  "$python" -m compileall -q -j 0 "$scratch/$1" > /dev/null 2>&1
   touch "$scratch/$1/.unpacked"
 }
 unpack py &
 [ -n "${WITHOUT_VLLM:-}" ] || unpack site &
 wait
-python3 -c 'import attrs, rpds, pytest, hypothesis' 2> /dev/null || PYTHONPATH=$scratch/py python3 -c \
-  'import attrs, rpds, pytest, hypothesis' || { echo "attrs, rpds, pytest or hypothesis is missing"; exit 1; }
+"$python" -c 'import attrs, rpds, pytest, hypothesis' 2> /dev/null || PYTHONPATH=$scratch/py "$python" -c \
+  'import attrs, rpds, pytest, hypothesis' || { echo "attrs, rpds, pytest or hypothesis is missing in $python"; exit 1; }
 paths=$repo/src:$scratch/py
 [ -n "${WITHOUT_VLLM:-}" ] || paths=$paths:$scratch/site
 export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
@@ -59,7 +62,7 @@ export VLLM_HOST_IP=127.0.0.1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 # The machine's other pytest plugins warn, and our warnings are errors.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-test_command=(python3 -m pytest -p _hypothesis_pytestplugin -p xdist.plugin -n "${TEST_JOBS:-8}" -p no:cacheprovider)
+test_command=("$python" -m pytest -p _hypothesis_pytestplugin -p xdist.plugin -n "${TEST_JOBS:-8}" -p no:cacheprovider)
 echo "== unpacked after $(($(date +%s) - begin)) s" | tee -a "$log"
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ bench() { # NAME WHAT FLAGS ...
   local name=$1 what=$2
   shift 2
   # shellcheck disable=SC2086 # BENCH_ARGS holds several flags
-  step "$name" "$bench_s" python3 -m agentinfer bench "$what" "configs/$model" --dummy-weights --max-model-len 4096 \
+  step "$name" "$bench_s" "$python" -m agentinfer bench "$what" "configs/$model" --dummy-weights --max-model-len 4096 \
     --output "$out/$name.json" "$@" ${BENCH_ARGS:-}
 }
 
@@ -97,21 +100,21 @@ for wanted; do
   case $wanted in
     facts)
       step nvidia-smi 30 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv
-      step env 90 python3 -m agentinfer env
+      step env 90 "$python" -m agentinfer env
       ;;
     tests)
       # shellcheck disable=SC2086
       step tests "$test_s" "${test_command[@]}" tests/gpu --durations=15 ${PYTEST_ARGS:-}
       ;;
-    kernels) step kernels "$bench_s" python3 benchmarks/gpu_kernels.py --json "$out/kernels.json" ;;
+    kernels) step kernels "$bench_s" "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" ;;
     latency) bench latency latency --batch-sizes 1,64,256 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 ;;
     gemm)
-      step gemm "$bench_s" python3 benchmarks/gpu_kernels.py --json "$out/gemm.json" --models Qwen3-0.6B --only gemm \
+      step gemm "$bench_s" "$python" benchmarks/gpu_kernels.py --json "$out/gemm.json" --models Qwen3-0.6B --only gemm \
         --rows 136 256 96 --seconds $((bench_s - 20))
       ;;
     attention)
       # shellcheck disable=SC2086
-      step attention $((bench_s + 40)) python3 benchmarks/gpu_attention.py --json "$out/attention.json" \
+      step attention $((bench_s + 40)) "$python" benchmarks/gpu_attention.py --json "$out/attention.json" \
         --seconds "$bench_s" ${ATTEND_ARGS:-}
       ;;
     mix-*) bench "$wanted" throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens "${wanted#mix-}" ;;
@@ -120,16 +123,16 @@ for wanted; do
     profile-*)
       bench "$wanted" latency --batch-sizes "${wanted#profile-}" --contexts 1073 --temperature 0.6 --runs 1 --steps 64 \
         --profile "$out/$wanted.json.gz"
-      step "table-${wanted#profile-}" 60 python3 benchmarks/trace_table.py "$out/$wanted.json.gz"
+      step "table-${wanted#profile-}" 60 "$python" benchmarks/trace_table.py "$out/$wanted.json.gz"
       ;;
     profile)
       bench profile latency --batch-sizes 1 --runs 1 --steps 64 --profile "$out/trace.json.gz"
-      step table 60 python3 benchmarks/trace_table.py "$out/trace.json.gz"
+      step table 60 "$python" benchmarks/trace_table.py "$out/trace.json.gz"
       ;;
     prefill-profile)
       bench prefill-profile throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 \
         --requests 512 --output-tokens 2-4 --profile "$out/prefill.json.gz"
-      step prefill-table 60 python3 benchmarks/trace_table.py "$out/prefill.json.gz"
+      step prefill-table 60 "$python" benchmarks/trace_table.py "$out/prefill.json.gz"
       ;;
     flash-attn)
       step flash-attn-build 430 tests/gpu/build_flash_attn.sh .dev/flash_attn.tar.xz "$scratch/flash_attn"
@@ -138,7 +141,7 @@ for wanted; do
       ;;
     vs-*)
       # shellcheck disable=SC2086
-      step "$wanted" "$limit" python3 benchmarks/vs_vllm.py --model "${wanted#vs-}" --json "$out/$wanted.json" \
+      step "$wanted" "$limit" "$python" benchmarks/vs_vllm.py --model "${wanted#vs-}" --json "$out/$wanted.json" \
         --log "$out/$wanted.log" --limit-s $((limit - ($(date +%s) - begin))) \
         ${OURS:+"--ours=$OURS"} ${VS_ARGS:-}
       ;;
