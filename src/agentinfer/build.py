@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -101,16 +101,23 @@ class Settings:
 
 
 def build(
-    folder: Path, settings: Settings, eos_ids: tuple[int, ...], policy: Policy | None = None, ops: Ops | None = None
+    folder: Path,
+    settings: Settings,
+    eos_ids: tuple[int, ...],
+    policy: Policy | None = None,
+    ops: Ops | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Machine, Device]:
-    """Load the model in *folder* and allocate its KV memory. One rank.
+    """Load the model in *folder* and allocate its KV memory: this rank's part of *ranks*, all of which call this.
 
     *eos_ids*: the tokens that end a sequence, besides the model's own. *policy*: a function instead of a name.
+    *ranks*: None is one rank, on the device of the settings.
     Raises CheckpointError for the folder, InvalidSetting for the settings.
     """
-    device = _device(settings.device)
+    ranks = alone(device_of(settings.device)) if ranks is None else ranks
+    device = ranks.device
     try:
-        return _build(folder, settings, eos_ids, policy, ops, alone(device))
+        return _build(folder, settings, eos_ids, policy, ops, ranks)
     except torch.OutOfMemoryError as error:
         raise InvalidSetting(
             "kv_utilization",
@@ -152,7 +159,9 @@ def _build(
         taken = working_memory(machine, layouts, graphs=capturing)
         memory = _memory(settings, device, taken)
         machine = evolve(machine, limits=_limits(model, settings, eos_ids, layouts, memory))
-    _tell_length(machine.limits.max_model_len, model, settings)
+    machine = evolve(machine, limits=_agreed(machine.limits, ranks))
+    if ranks.tp.rank == 0:
+        _tell_length(machine.limits.max_model_len, model, settings)
     placed = new_device(machine.limits, layouts, device)
     _done("kv", device)
     if capturing:
@@ -160,6 +169,15 @@ def _build(
         machine = replaying(machine, graphs)
     _done("capture", device)
     return machine, placed
+
+
+def _agreed(limits: Limits, ranks: Ranks) -> Limits:
+    """The *limits* of all ranks: the blocks and the length that each of them has room for, and rank 0's seed."""
+    if ranks.tp.size == 1:
+        return limits
+    own = torch.tensor([limits.num_blocks, limits.max_model_len, limits.seed], dtype=torch.int64, device=ranks.device)
+    each = cast(list[int], ranks.tp.all_gather_last_dim(own).tolist())
+    return evolve(limits, num_blocks=min(each[::3]), max_model_len=min(each[1::3]), seed=each[2])
 
 
 def _done(phase: str, device: torch.device) -> None:
@@ -271,7 +289,8 @@ def _graph_memory(m: Machine, placed: Donated[Device]) -> tuple[int, Device]:
     return largest + sum(sizes[:-1]) * logits.shape[1] * logits.itemsize, placed
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of Settings.device. Raises InvalidSetting."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -119,6 +119,10 @@ class Engine:
     """The checkpoint's tokenizer and chat template; None: it speaks in token ids only."""
     note: Note = silent
     """Told of what a step did once it is sure; one that raises is told the same event again."""
+    lead: Note = silent
+    """Told of each event at once, of Stepped before that step is launched: how rank 0 tells the other ranks (ranks.py).
+    What it raises ends the step.
+    """
     names: dict[str, SeqId] = field(factory=dict[str, SeqId])
     """Sequences that clients named themselves."""
     news: deque[tuple[Event, EngineState]] = field(factory=deque[tuple[Event, EngineState]])
@@ -186,6 +190,8 @@ class Engine:
         or one in which sequences run. A trace can not say this: begin another one.
         """
         now = self.world
+        if self.machine.ranks.tp.size > 1:
+            raise AgentInferError("an engine of several ranks can not be reset: the others would not know")
         if state.step != now.state.step or len(state.order):
             raise AgentInferError(
                 f"a state of step {state.step}, {len(state.order)} sequences running, does not fit the device's KV at "
@@ -202,6 +208,7 @@ class Engine:
     def _hear(self, event: Event) -> None:
         before = self.world.state
         state = fold(before, (event,))
+        self.lead(event, state)
         self.world = evolve(self.world, state=state)
         self.readers = heard(self.readers, event, range(before.next_seq, state.next_seq))
         self.news.append((event, state))
@@ -218,6 +225,7 @@ def _turn(engine: Engine) -> Output | None:
     before = engine.world
 
     def note(event: Event, state: EngineState) -> None:
+        engine.lead(event, state)
         engine.news.append((event, state))
 
     try:

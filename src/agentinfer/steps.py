@@ -78,12 +78,15 @@ def decode_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, Kv
 def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Failed, Device]:
     """Put *plan* on the device's stream; wait for nothing. *Donates* device; the one returned is always live.
 
-    What a step raises comes back as the Failed event of its sequences.
+    What a step raises comes back as the Failed event of its sequences. Among several ranks it is raised: what one rank
+    can not do, the others have begun.
     """
     try:
         replayed = m.replay(device, plan) if m.replay is not None else None
         return _eager(m, device, plan) if replayed is None else replayed
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the loop
+    except Exception as error:
+        if m.ranks.tp.size > 1:
+            raise
         return failed(plan, error), evolve(device, kv=renew(device.kv, f"the step {plan.step} that failed"))
 
 
@@ -91,9 +94,17 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     x, kv = stage(plan, device.kv, device.last)
     step = decode_step if x.max_query == 1 else prefill_step
     logits_SV, kv = step(m, kv, x)
+    chosen = _choose(m, logits_SV, plan)
+    return take_off(plan, chosen), Device(kv, remember(device.last, x, chosen[0]))
+
+
+def _choose(m: Machine, logits_SV: Tensor, plan: Plan) -> Tensor:
+    """[2, S] int64: tokens, ok. Rank 0 decides for all."""
+    tp = m.ranks.tp
+    if tp.rank:
+        return tp.broadcast(torch.zeros(2, len(plan.samples), dtype=torch.int64, device=logits_SV.device))
     tokens_S, ok_S = m.ops.sample(logits_SV, plan.sampling)
-    last = remember(device.last, x, tokens_S)
-    return take_off(plan, torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))), Device(kv, last)
+    return tp.broadcast(torch.stack((tokens_S, ok_S.to(tokens_S.dtype))))
 
 
 def take_off(plan: Plan, chosen: Tensor) -> Flight:

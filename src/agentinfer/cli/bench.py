@@ -90,6 +90,8 @@ def _throughput(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _startup(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    if args.tp not in (None, 1):
+        raise Usage("--tp: the start of one rank is all that startup measures")
     settings, folder = settings_of(args), locate(args.model, weights=not args.dummy_weights)
     with one_line(args):
         starts = startup(folder, settings, runs=args.runs)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from agentinfer.cli.flags import make_parser
+from agentinfer.cli.launch import follows
 from agentinfer.cli.usage import Broken, Usage, complain
 from agentinfer.errors import AgentInferError
 
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that *args* name. Its module, and what it needs, is imported now and not before."""
+    if follows(os.environ) and hasattr(args, "step_timeout"):
+        from agentinfer.cli import follow
+
+        return follow.run(args)
     match args.command:
         case "generate":
             from agentinfer.cli import generate as command

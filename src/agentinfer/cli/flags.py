@@ -278,6 +278,16 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ops", metavar="NAME", default="auto", help="who computes: auto, or a provider that `env` lists"
     )
+    group.add_argument(
+        "--tp", metavar="N", type=integer(1), help="processes that share the model (default: 1, or torchrun's)"
+    )
+    group.add_argument(
+        "--step-timeout",
+        metavar="S",
+        type=number(0.1, 1e6),
+        default=60.0,
+        help="seconds that one of them may keep the others waiting (default: 60)",
+    )
 
 
 def _memory(group: Any) -> None:

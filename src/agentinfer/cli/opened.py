@@ -9,9 +9,10 @@ import logging.handlers
 import re
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
+from agentinfer.cli.launch import launched
 from agentinfer.cli.locate import locate
 from agentinfer.cli.usage import Usage, complain, flag, line
 from agentinfer.errors import AgentInferError, InvalidRequest, InvalidSetting
@@ -27,15 +28,13 @@ _FIELD: Final = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/.-])")
 @contextmanager
 def opened(args: argparse.Namespace) -> Generator[Engine]:
     """The engine that *args* ask for, its model loaded. Raises Usage for a wrong model or setting."""
-    with one_line(args):
-        from agentinfer.loop import open_engine
-
-        engine = open_engine(locate(args.model, weights=not args.dummy_weights), settings_of(args))
-    gc.freeze()  # what is there now stays: the collector need not look at it again
-    try:
+    with ExitStack() as stack:
+        with one_line(args):
+            folder = locate(args.model, weights=not args.dummy_weights)
+            engine = stack.enter_context(launched(args, folder, settings_of(args)))
+        gc.freeze()  # what is there now stays: the collector need not look at it again
+        stack.callback(gc.unfreeze)
         yield engine
-    finally:
-        gc.unfreeze()
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

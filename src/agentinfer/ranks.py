@@ -1,0 +1,362 @@
+"""One engine of several processes: how they start, how rank 0 leads, how the others follow, how all end.
+
+The control plane is replicated: rank 0 alone takes requests, and tells the others each event. They fold the same
+events, plan the same steps and compute their part of them; a plan that is not rank 0's own is an error that names rank
+and step. Sampled tokens never travel here: rank 0's are broadcast by the step itself (steps.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import define, field, frozen
+
+from agentinfer.build import Settings, build, device_of
+from agentinfer.errors import AgentInferError, InvalidSetting
+from agentinfer.lifeline import Lifeline, accept, dial, listen
+from agentinfer.loop import Engine, open_engine, settle, start
+from agentinfer.models.model import read_config
+from agentinfer.ops.comm import Pulse, RankLost, Ranks, connect, open_store
+from agentinfer.state.commit import flush
+from agentinfer.state.engine import EngineState, digest, initial
+from agentinfer.state.event import Event, Failed, Landed, Stepped
+from agentinfer.state.history import fold
+from agentinfer.state.plan import plan_digest
+from agentinfer.state.schedule import rebase, schedule
+from agentinfer.state.trace import decode_event, encode_event
+from agentinfer.steps import Device, Flight, Machine, launch
+from agentinfer.text import eos_union, load_text
+
+Turn = Mapping[str, Any]
+"""What rank 0 tells once a step: {"events": [..]}, the last of which is the step; or {"end": digest of its state}."""
+
+START_S = 120.0
+"""Seconds for a process to start, torch to be imported, and all to find each other."""
+STEP_S = 60.0
+"""Seconds that a rank may keep others waiting in a step, unless told."""
+_LOAD_S = 1800.0
+_END_S = 5.0
+
+
+class Diverged(AgentInferError, RuntimeError):
+    """A rank came to another plan, or to other tokens, than rank 0."""
+
+
+@define(eq=False)
+class Lead:
+    """What rank 0 notes for the others. Mutable: events wait here for the step that they come before."""
+
+    tell: Callable[[Turn], None]
+    pulse: Pulse
+    waiting: list[dict[str, Any]] = field(factory=list[dict[str, Any]])
+    step: int = -1
+
+    def __call__(self, event: Event, state: EngineState) -> None:
+        """A Note for Engine.lead. Raises RankLost, and AgentInferError for a step that can not be told any more."""
+        match event:
+            case Stepped():
+                plan = state.last
+                if plan is None or plan.step <= self.step:
+                    raise AgentInferError(f"step {self.step} was interrupted, but other ranks have begun it")
+                self.step = self.pulse.step = plan.step
+                turn = {"events": [*self.waiting, {"event": "Stepped", "plan": plan_digest(plan)}]}
+                self.waiting.clear()
+                self.tell(turn)
+            case Landed(step, tokens, bad):
+                self.waiting.append({"event": "Landed", "step": step, "tokens": _checksum(tokens, bad)})
+            case Failed(step, _, reason):
+                raise RankLost(f"rank 0 failed in step {step}: {reason}")
+            case _:
+                self.waiting.append(encode_event(event))
+
+
+def _checksum(tokens: Iterable[int], bad: Iterable[int]) -> int:
+    return zlib.crc32(repr((tuple(tokens), tuple(bad))).encode())
+
+
+def follow(m: Machine, device: Device, turns: Iterable[Turn], pulse: Pulse) -> EngineState:
+    """Do what rank 0 does, as its *turns* say, until it ends; the state that all have come to.
+
+    Raises Diverged, and whatever a step raises: no rank goes on alone.
+    """
+    state, flights = initial(m.limits), deque[Flight]()
+    for turn in turns:
+        if "end" in turn:
+            state = _landed(m, state, flights, turn["events"])
+            _agree(m, state.step, "state", digest(state), turn["end"])
+            return state
+        *before, stepped = turn["events"]
+        state = _landed(m, state, flights, before)
+        state, plan = schedule(state, m.policy)
+        pulse.step = state.step - 1
+        _agree(m, pulse.step, "plan", "none" if plan is None else plan_digest(plan), stepped["plan"])
+        if plan is not None:
+            flight, device = launch(m, device, rebase(state, plan, device.kv.step))
+            if isinstance(flight, Failed):
+                raise AgentInferError(flight.reason)
+            flights.append(flight)
+        state, _ = flush(state)
+    raise RankLost("rank 0 told no end")
+
+
+def _landed(m: Machine, state: EngineState, flights: deque[Flight], events: Iterable[Turn]) -> EngineState:
+    """*state* after what rank 0 heard: from clients, and from the device."""
+    for said in events:
+        if said["event"] != "Landed":
+            state = fold(state, (decode_event(said),))
+            continue
+        state, _ = settle(state, flights.popleft(), partial(_same_tokens, m, said))
+    return state
+
+
+def _same_tokens(m: Machine, said: Turn, event: Event, _state: EngineState) -> None:
+    """A Note of what landed here, compared with what rank 0 *said*."""
+    if not isinstance(event, Landed):
+        raise AgentInferError(f"step {said['step']} failed on rank {m.ranks.tp.rank}: {event}")
+    _agree(m, event.step, "tokens", _checksum(event.tokens, event.bad), said["tokens"])
+
+
+def _agree(m: Machine, step: int, what: str, own: object, wanted: object) -> None:
+    if own != wanted:
+        raise Diverged(f"rank {m.ranks.tp.rank} diverged in step {step}: its {what} ({own}) is not rank 0's ({wanted})")
+
+
+@frozen
+class Place:
+    """Where a process stands among the ranks, and where they meet. All that a launcher has to know."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Which GPU of its host is its own."""
+    host: str
+    """The address of the store, of torch's kind, and of rank 0."""
+    port: int
+    serve: bool
+    """This process holds the store."""
+    run: str
+    """Names this start: another one that meets at the same store does not get in its way."""
+
+
+@contextmanager
+def open_ranks(
+    folder: str | Path,
+    settings: Settings,
+    tp: int,
+    place: Place | None = None,
+    *,
+    step_timeout_s: float = STEP_S,
+    leave: Callable[[str], None] = lambda _cause: None,
+) -> Generator[Engine]:
+    """An engine whose model is shared by *tp* processes, of which this one is rank 0. They end with the block.
+
+    *place*: of rank 0, where a launcher starts the others; None: they are children of this process, on this host.
+    *step_timeout_s*: how long a rank may keep the others waiting. *leave*: called with the cause, by another thread,
+    if a rank was lost and the block does not end.
+    Raises InvalidSetting, CheckpointError; RankLost naming the rank that died, raised or did not come, and then the
+    engine is of no use any more.
+    """
+    if tp == 1:
+        yield open_engine(folder, settings)
+        return
+    folder = Path(folder)
+    model = read_config(folder)
+    model.check_tp(model.config, tp)
+    check_device(settings, tp if place is None else 1)
+    text, pulse = load_text(folder), Pulse(deadline_s=_LOAD_S)
+    eos = eos_union((), text)
+    with ExitStack() as stack:
+        here = place if place is not None else Place(0, tp, 0, "127.0.0.1", 0, serve=True, run=secrets.token_hex(8))
+        store = open_store(here.host, here.port, serve=here.serve)
+        job = {"folder": str(folder), "settings": attrs.asdict(settings), "eos": eos, "timeout_s": step_timeout_s}
+        listener = stack.enter_context(listen(_own_address(here, store.port)))
+        key, (host, port) = secrets.token_hex(16), listener.getsockname()[:2]
+        store.set(f"{here.run}/rank0", json.dumps({"host": host, "port": port, "key": key}))
+        children = _Children()
+        stack.callback(children.end)
+        if place is None:
+            children.begin(
+                [attrs.evolve(here, rank=r, local_rank=r, port=store.port, serve=False) for r in range(1, tp)], job
+            )
+        lifeline = accept(listener, key, pulse, tp, START_S, children.gone)
+        lifeline.died, lifeline.leave = children.fate, leave
+        stack.enter_context(_held(lifeline))
+        with _threads(settings, tp):
+            machine, device = _machine(folder, settings, eos, here, store, lifeline)
+            pulse.deadline_s = step_timeout_s
+            engine = start(machine, device, text)
+            engine.lead = lead = Lead(lifeline.tell, pulse)
+            yield engine
+        lifeline.check()
+        lead.tell({"end": digest(engine.world.state), "events": lead.waiting})
+        lifeline.await_goodbyes(_END_S)
+
+
+def follow_rank(folder: Path, settings: Settings, eos: tuple[int, ...], place: Place, step_timeout_s: float) -> None:
+    """Be a rank that is not 0, until rank 0 ends. Raises what open_ranks does, Diverged, and what a step raises."""
+    pulse = Pulse(deadline_s=_LOAD_S)
+    store = open_store(place.host, place.port, serve=False, wait_s=START_S)
+    met = json.loads(store.get(f"{place.run}/rank0"))
+    lifeline = dial(met["host"], met["port"], met["key"], place.rank, place.size, pulse)
+    lifeline.died = lambda _rank: "rank 0 died"
+    lifeline.leave = lambda _cause: _leave(1)
+    with _held(lifeline), _threads(settings, place.size):
+        machine, device = _machine(folder, settings, eos, place, store, lifeline)
+        pulse.deadline_s = step_timeout_s
+        follow(machine, device, lifeline.told(), pulse)
+
+
+def check_device(settings: Settings, tp: int) -> None:
+    """Whether each of the *tp* ranks of this host has a device of its own. Raises InvalidSetting."""
+    device = device_of(settings.device)
+    if ":" in settings.device:
+        raise InvalidSetting("device", f"{settings.device!r}: each rank takes its own; give cuda or cpu")
+    if device.type == "cuda" and torch.cuda.device_count() < tp:
+        raise InvalidSetting("tp", f"{tp} ranks, but this machine has {torch.cuda.device_count()} CUDA devices")
+
+
+def _machine(
+    folder: Path, settings: Settings, eos: tuple[int, ...], place: Place, store: Any, lifeline: Lifeline
+) -> tuple[Machine, Device]:
+    """This rank's part of the model, once all have joined."""
+    device = device_of(settings.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local_rank)
+    comm = connect(store, f"{place.run}/tp", place.rank, place.size, device, lifeline.pulse)
+    lifeline.give_up = comm.abandon
+    lifeline.check()
+    return build(folder, settings, eos, ranks=Ranks(comm.group(place.rank), ep=False, device=device))
+
+
+@contextmanager
+def _held(lifeline: Lifeline) -> Generator[None]:
+    """Watch for the time of a block. What it raises, all others hear."""
+    lifeline.begin()
+    try:
+        yield
+    except BaseException as error:
+        said = str(error) if isinstance(error, RankLost | Diverged) else ""
+        lifeline.lose(said or f"rank {lifeline.rank} raised {type(error).__name__}: {error}")
+        raise
+    finally:
+        lifeline.close()
+
+
+@contextmanager
+def _threads(settings: Settings, size: int) -> Generator[None]:
+    """Ranks on one CPU share its cores."""
+    before = torch.get_num_threads()
+    if device_of(settings.device).type == "cpu":
+        torch.set_num_threads(max(1, before // size))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _own_address(place: Place, port: int) -> str:
+    """The address of this host that the others, who know the store's, can call."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, port))  # sends nothing: only asks which way it would go
+        return str(probe.getsockname()[0])
+
+
+_CHILD = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # ctrl-c reaches them too, and rank 0 decides
+    "from agentinfer.ranks import child; child()"
+)
+
+
+@define(eq=False)
+class _Children:
+    """Ranks that are children of this process. Mutable."""
+
+    running: dict[int, subprocess.Popen[bytes]] = field(factory=dict[int, subprocess.Popen[bytes]])
+
+    def begin(self, places: Iterable[Place], job: Mapping[str, Any]) -> None:
+        """Start one at each of *places*. Its standard output is this process's standard error."""
+        for place in places:
+            process = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=2)  # noqa: S603
+            self.running[place.rank] = process
+            if process.stdin is not None:
+                process.stdin.write(json.dumps({**job, "place": attrs.asdict(place)}).encode() + b"\n")
+                process.stdin.flush()  # and stays open: its end is the end of this process
+
+    def gone(self) -> str:
+        """Who has ended already, in words; empty: nobody."""
+        return next((self.fate(rank) for rank, process in self.running.items() if process.poll() is not None), "")
+
+    def fate(self, rank: int) -> str:
+        """How *rank*, whose connections broke, came to its end."""
+        process = self.running.get(rank)
+        if process is None:
+            return f"rank {rank} died"
+        try:
+            status = process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} (process {process.pid}) broke its connection"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"rank {rank} (process {process.pid}) {how}"
+
+    def end(self) -> None:
+        """Wait until all have ended, but not for long."""
+        until = time.monotonic() + _END_S
+        for process in self.running.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def child() -> None:
+    """The main function of a process that _Children started; what it is to do stands in its standard input."""
+    job = json.loads(sys.stdin.readline())
+    status, rank = 1, job["place"]["rank"]
+    threading.Thread(target=_outlived, args=(rank,), daemon=True).start()
+    try:
+        settings, place = Settings(**job["settings"]), Place(**job["place"])
+        follow_rank(Path(job["folder"]), settings, tuple(job["eos"]), place, job["timeout_s"])
+        status = 0
+    except RankLost as error:
+        if str(error).startswith("rank 0 "):  # which can not say so itself
+            sys.stderr.write(f"agentinfer: rank {rank}: {error}\n")
+    except AgentInferError:
+        pass  # rank 0 has been told, and says it
+    except BaseException:  # noqa: BLE001 - whatever it is, this process ends
+        traceback.print_exc()
+    _leave(status)
+
+
+def _outlived(rank: int) -> None:
+    """End with the process that started this one, even before there is a lifeline. For a thread of its own."""
+    sys.stdin.read()
+    time.sleep(2.0)  # whoever can say more does so first
+    sys.stderr.write(f"agentinfer: rank {rank}: rank 0 died\n")
+    _leave(1)
+
+
+def _leave(status: int) -> None:
+    """End this process at once, whatever its other threads wait for."""
+    sys.stderr.flush()
+    os._exit(status)

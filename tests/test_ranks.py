@@ -1,0 +1,238 @@
+"""Engines of several ranks: what they compute, that they agree, what they refuse. Ranks are threads here."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import tiny
+from agentinfer.build import Settings, build
+from agentinfer.errors import AgentInferError
+from agentinfer.lifeline import Beat, late
+from agentinfer.loop import Engine, Result, generate, open_engine, start
+from agentinfer.models.model import kv_layout, load_model
+from agentinfer.ops.comm import Group, Pulse, Ranks, Threads, alone, connect, open_store
+from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.kv import allocate
+from agentinfer.ops.provide import reference
+from agentinfer.ranks import Diverged, Lead, follow
+from agentinfer.state.engine import EngineState, digest
+from agentinfer.state.policy import Policy, reserve, throughput
+from agentinfer.state.request import Request, SamplingParams
+
+SETTINGS = Settings(device="cpu", block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16, seed=7)
+PROMPTS = [[1, 2, 3], [5] * 21, [9, 8, 7, 6], [1, 2, 3, 4, 5], [11, 12]]
+WORKS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("greedy", {"temperature": 0.0}),
+    ("plain", {"temperature": 0.8, "seed": 3}),
+    ("filtered", {"temperature": 1.1, "top_p": 0.8, "top_k": 20, "seed": 4}),
+)
+
+
+def params(**how: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 9, "ignore_eos": True, **how})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two KV heads, and a vocabulary and a width that neither 2 nor 4 divides: both are padded."""
+    return tiny.write_tiny(tmp_path_factory.mktemp("ranks"), vocab_size=97, intermediate_size=98)
+
+
+def gloo(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    """*work* of each rank over gloo; the ranks are threads."""
+    store = open_store("127.0.0.1", 0, serve=True)
+
+    def one(rank: int) -> Any:
+        own = store if rank == 0 else open_store("127.0.0.1", store.port, serve=False)
+        pulse = Pulse(deadline_s=30.0)
+        return work(connect(own, "test", rank, size, torch.device("cpu"), pulse).group(rank))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def threads(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    return Threads.of(size, deadline_s=30.0).run(work)
+
+
+GROUPS = pytest.mark.parametrize(
+    ("kind", "size"),
+    [(threads, 2), (threads, 4), (gloo, 2), pytest.param(gloo, 4, marks=pytest.mark.slow)],
+    ids=["threads-2", "threads-4", "gloo-2", "gloo-4"],
+)
+
+
+def of(group: Group) -> Ranks:
+    return Ranks(group, ep=False, device=torch.device("cpu"))
+
+
+@GROUPS
+def test_logits_are_those_of_one_rank(folder: Path, size: int, kind: Callable[..., list[Any]]) -> None:
+    """A cut model gives the logits of the whole one within 1e-4 on every rank, chunked and decoding."""
+
+    def logits(shared: Ranks) -> torch.Tensor:
+        model, weights = load_model(folder, torch.float32, shared)
+        kv = allocate(kv_layout(model, shared.tp.size, 4), 32, 4, 16, shared.device)
+        found = []
+        for ids, first in (([[3, 1, 4, 1, 5], [9, 2, 6]], [0, 0]), ([[5], [3, 5]], [5, 3])):
+            x, kv = by_hand(kv, ids, first, [[1, 2, 3], [4, 5]])
+            each, kv = model.forward(model.config, weights, reference(), shared, kv, x)
+            found.append(each)
+        return torch.cat(found)
+
+    want = logits(alone())
+    assert want.shape[1] == 97
+    for got in kind(size, lambda group: logits(of(group))):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def watched(policy: Policy, digests: list[str]) -> Policy:
+    """*policy*, which notes the digest of each state that it is asked about."""
+
+    def ask(state: EngineState) -> Any:
+        digests.append(digest(state))
+        return policy(state)
+
+    return ask
+
+
+def together(
+    folder: Path,
+    size: int,
+    kind: Callable[..., list[Any]],
+    drive: Callable[[Engine], Any],
+    settings: Settings = SETTINGS,
+    follower: Policy = throughput,
+) -> tuple[Any, list[list[str]]]:
+    """What *drive* makes of rank 0's engine, and the digests of the states of each rank, one a step."""
+    lines: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+    digests: list[list[str]] = [[] for _ in range(size)]
+
+    def tell(turn: Any) -> None:
+        for line in lines[1:]:
+            line.put(json.dumps(turn))
+
+    def hear(rank: int) -> Iterator[Any]:
+        while True:
+            turn = json.loads(lines[rank].get(timeout=30))
+            if turn is None:
+                return
+            yield turn
+
+    def work(group: Group) -> Any:
+        policy = watched(follower if group.rank else throughput, digests[group.rank])
+        machine, device = build(folder, settings, (), policy, ranks=of(group))
+        if group.rank:
+            return digest(follow(machine, device, hear(group.rank), Pulse()))
+        engine = start(machine, device)
+        engine.lead = lead = Lead(tell, Pulse())
+        try:
+            result = drive(engine)
+        except BaseException:
+            tell(None)
+            raise
+        tell({"end": digest(engine.world.state), "events": lead.waiting})
+        return result
+
+    return kind(size, work)[0], digests
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[str, list[Result]]:
+    """What one rank answers."""
+    return {name: generate(open_engine(folder, SETTINGS), PROMPTS, params(**how)) for name, how in WORKS}
+
+
+@GROUPS
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_fold_the_same_states_and_answer_as_one(
+    folder: Path, wanted: dict[str, list[Result]], size: int, kind: Callable[..., list[Any]], overlap: bool
+) -> None:
+    """Tokens are those of one rank for each way to sample, and the state has one digest on all ranks at each step."""
+    settings = evolve(SETTINGS, overlap=overlap)
+
+    def drive(engine: Engine) -> Any:
+        return {name: generate(engine, PROMPTS, params(**how)) for name, how in WORKS}
+
+    found, digests = together(folder, size, kind, drive, settings)
+    for name, _ in WORKS:
+        assert [r.output_ids for r in found[name]] == [r.output_ids for r in wanted[name]], name
+    steps = [[name for i, name in enumerate(each) if not i or name != each[i - 1]] for each in digests]
+    assert all(len(each) > 30 for each in steps)
+    for other in steps[1:]:
+        assert [name for name in steps[0] if name in set(other)] == other
+
+
+def test_aborts_forks_and_preemption_reach_all_ranks(folder: Path) -> None:
+    """What clients do between steps, and a pool that is too small, leave all ranks with one state."""
+    settings = evolve(SETTINGS, num_blocks=10)
+
+    def drive(engine: Engine) -> list[int]:
+        seqs = [engine.add(Request(tuple(prompt), params(temperature=1.0))) for prompt in PROMPTS]
+        ends: list[int] = []
+        for turn in range(200):
+            if not engine.unfinished:
+                break
+            if turn == 3:
+                engine.abort(seqs[2], "enough")
+                engine.fork(seqs[0], (5, 6))
+            output = engine.step()
+            ends += [done.seq for done in output.finished] if output is not None else []
+        return sorted(ends)
+
+    ends, _ = together(folder, 2, threads, drive, settings)
+    assert ends == list(range(7))
+
+
+def test_a_rank_that_plans_otherwise_is_named(folder: Path) -> None:
+    """Rank and step stand in the error when a plan is not rank 0's."""
+    with pytest.raises(Diverged, match=r"rank 1 diverged in step [1-9]\d*: its plan"):
+        together(folder, 2, threads, lambda engine: generate(engine, PROMPTS, params()), follower=reserve)
+
+
+def test_a_rank_with_other_tokens_is_named(folder: Path) -> None:
+    """Rank and step stand in the error when the tokens that landed are not rank 0's."""
+    machine, device = build(folder, SETTINGS, ())
+    turns: list[Any] = []
+    engine = start(machine, device)
+    engine.lead = Lead(turns.append, Pulse())
+    generate(engine, PROMPTS[:1], params(max_tokens=5))
+    turns[3]["events"][0]["tokens"] ^= 1
+    again, device = build(folder, SETTINGS, ())
+    with pytest.raises(Diverged, match=r"rank 0 diverged in step [12]: its tokens"):
+        follow(again, device, iter(turns), Pulse())
+
+
+def test_what_an_engine_of_several_ranks_can_not_do(folder: Path) -> None:
+    """A rewound state and a step that was interrupted are refused: the others have gone on."""
+
+    def drive(engine: Engine) -> None:
+        with pytest.raises(AgentInferError, match="can not be reset"):
+            engine.reset(engine.world.state)
+        generate(engine, PROMPTS[:1], params(max_tokens=2))
+        engine.lead.step += 10  # type: ignore[attr-defined]
+        with pytest.raises(AgentInferError, match="was interrupted, but other ranks"):
+            generate(engine, PROMPTS[:1], params(max_tokens=2))
+        engine.lead.waiting.clear()  # type: ignore[attr-defined]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        together(folder, 2, threads, drive)
+
+
+def test_who_is_behind_is_blamed() -> None:
+    """Of ranks that wait too long, the one that came to the fewest steps and collectives is named."""
+    waits, behind = Beat(step=5, calls=90, waited_s=12.0), Beat(step=5, calls=70)
+    assert late({0: waits, 1: waits, 2: behind}, 10.0).startswith("rank 2 keeps rank 0 waiting")
+    assert late({0: behind, 1: waits}, 10.0).startswith("rank 0 keeps rank 1 waiting")
+    assert late({0: waits, 1: waits}, 10.0).startswith("collective 90 of step 5, in which all ranks are,")
+    assert late({0: waits, 1: behind}, 20.0) == late({0: behind, 1: behind}, 0.0) == ""
