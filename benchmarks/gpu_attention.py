@@ -122,11 +122,13 @@ def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool
     return found
 
 
-def sampling(rows: int, temperature: float) -> float:
+def sampling(rows: int, temperature: float, **filters: float) -> float:
     """Microseconds of one choice over Qwen3's vocabulary."""
     logits = torch.randn(rows, 151_936, device="cuda")
     params = np.zeros(rows, PARAMS)
-    params["temperature"], params["seed"] = temperature, np.arange(rows)
+    params["temperature"], params["seed"], params["top_p"] = temperature, np.arange(rows), 1
+    for key, value in filters.items():
+        params[key] = value
     words = torch.from_numpy(params.view(np.int32).reshape(rows, -1).copy()).cuda()
     index = torch.zeros(rows, dtype=torch.int32, device="cuda")
     out = torch.zeros((2, rows), dtype=torch.int64, device="cuda")
@@ -145,6 +147,9 @@ def main() -> None:
     begin, found = time.monotonic(), {}
     for rows, temperature in itertools.product((1, 64, 256), (0.0, 0.6)):
         found[f"sample {rows} at {temperature}"] = sampling(rows, temperature)
+    for rows in (1, 256):
+        found[f"sample {rows}, top-p"] = sampling(rows, 0.6, top_p=0.9)
+        found[f"sample {rows}, top-k, top-p, min-p"] = sampling(rows, 0.6, top_k=50, top_p=0.9, min_p=0.05)
     print(found, flush=True)
     pool = torch.randn(2, 300_000, BLOCK, HEADS, DIM, device="cuda", dtype=torch.bfloat16)  # 20 GB
     for group, rows, context in itertools.product(asked.groups, asked.rows, asked.contexts):

@@ -5,18 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attrs import fields
+from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.errors import GraphBinding, InvalidSetting
-from agentinfer.graphs import Block, block_words, bucket_of, bucket_sizes, fill, inputs_of, lay_out, num_entries
+from agentinfer.graphs import (
+    Block,
+    banning,
+    block_words,
+    bucket_of,
+    bucket_sizes,
+    fill,
+    inputs_of,
+    lay_out,
+    num_entries,
+)
 from agentinfer.ops.inputs import host_rows
 from agentinfer.state.admit import arrive
+from agentinfer.state.columns import PARAMS
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import initial
 from agentinfer.state.limits import Limits
-from agentinfer.state.plan import Plan, sampled
+from agentinfer.state.plan import Plan, SamplingColumns, sampled
 from agentinfer.state.policy import POLICIES
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import schedule
@@ -100,6 +111,23 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     assert not block.entries[:, 2:].any()
     pieces = [getattr(block, field.name) for field in fields(Block) if field.name != "whole"]
     assert sum(x.numel() * x.itemsize for x in pieces) == whole.numel() * 4
+
+
+def test_rows_with_banned_ids_are_not_filtered_by_a_graph() -> None:
+    """Their logits must still be whole when they are sampled once more; other rows keep their filters."""
+    plan = decode_plan([3, 5, 4])
+    params = plan.sampling.params.copy()
+    params["top_k"], params["top_p"], params["min_p"] = 7, 0.5, 0.25
+    plan = evolve(plan, sampling=SamplingColumns(params, plan.sampling.index, ((1, (4, 9)),)))
+    block = lay_out(torch.zeros(block_words(3), dtype=torch.int32), 3)
+    fill(block, plan, np.empty(0, np.int32), np.empty(0, np.int32))
+    there = block.params.numpy()[np.argsort(block.places.numpy())].view(PARAMS).reshape(-1)
+    assert there["top_k"].tolist() == [7, 0, 7]
+    assert there["top_p"].tolist() == [0.5, 1, 0.5]
+    assert there["min_p"].tolist() == [0.25, 0, 0.25]
+    assert there["seed"].tolist() == params["seed"].tolist()
+    assert banning(plan).tolist() == [1]
+    assert params["top_k"].tolist() == [7, 7, 7]
 
 
 def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
-from agentinfer.ops.sample import needs_filters, subset, words
+from agentinfer.ops.sample import subset, unfiltered, words
 from agentinfer.state.ids import I32, I64
 from agentinfer.state.plan import Plan
 from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
@@ -87,18 +87,24 @@ def lay_out(whole: Tensor, rows: int) -> Block:
     )  # fmt: skip
 
 
+def banning(plan: Plan) -> I64:
+    """Which samples of *plan* have banned ids: no graph knows of those, so they are sampled once more after it."""
+    return np.array([row for row, _ in plan.sampling.banned], np.int64)
+
+
 def fill(block: Block, plan: Plan, where: I32, blocks: I32) -> None:
     """Write *plan* (one position a row) into *block* (on the host), and the table entries. Rows left over are padding:
     row 0, position 0, one key, the sink's slot.
 
     Rows with most keys come first: attention begins with them, so that no long one is left when all others are done.
+    Rows with banned ids ask for no filters, which would take their logits away before they are sampled once more.
     """
     n = len(plan.rows)
     order = np.argsort(-plan.context, kind="stable")
     block.whole.zero_()
     for target, values in (
         (block.positions, plan.start), (block.slots, plan.slots), (block.rows, plan.rows), (block.inputs, plan.inputs),
-        (block.index, plan.sampling.index), (block.params, words(plan.sampling)),
+        (block.index, plan.sampling.index), (block.params, words(unfiltered(plan.sampling, banning(plan)))),
     ):  # fmt: skip
         target.numpy()[:n] = values[order]
     places = block.places.numpy()
@@ -241,8 +247,8 @@ def replay(
     fill(sent, plan, where.astype(np.int32), blocks)
     captured.block.whole.copy_(sent.whole, non_blocking=True)
     captured.graph.replay()
-    if len(filtered := needs_filters(plan.sampling, captured.logits_RV.shape[1])):
-        _again(m, captured, device.last, plan, filtered, sent.places.numpy()[:rows])
+    if len(which := banning(plan)):
+        _again(m, captured, device.last, plan, which, sent.places.numpy()[:rows])
     return take_off(plan, captured.chosen), Device(holding(kv, plan.step), device.last)
 
 
@@ -253,8 +259,8 @@ def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCac
 
 
 def _again(m: Machine, captured: Captured, last: Tensor, plan: Plan, which: I64, places: I32) -> None:
-    """Sample the rows *which* of the plan once more, with their filters, over what the graph chose for them. *places*:
-    which row of the plan each of the graph is.
+    """Sample the rows *which* of the plan once more, without their banned ids, over what the graph chose for them.
+    *places*: which row of the plan each of the graph is.
     """
     graph_rows = np.empty(len(places), np.int64)
     graph_rows[places] = np.arange(len(places))

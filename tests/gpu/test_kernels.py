@@ -26,6 +26,7 @@ from agentinfer.ops.kernels import sample as kernel
 from agentinfer.ops.kernels.add_norm import add_norm, fused_add_rms_norm, rms_norm
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
 from agentinfer.ops.kernels.embed import embed
+from agentinfer.ops.kernels.filter import filter_rows
 from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_tokens
@@ -261,6 +262,29 @@ def test_all_noise_there_is() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [151936, 49152, pytest.param(1001, id="small")])
+def test_filters(vocabulary: int) -> None:
+    """What filters leave is what the host leaves, but for a token whose mass ends within 1e-6 of where top-p cuts."""
+    asked = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 1000, "top_p": 0.8, "min_p": 1e-4}, {"top_k": 1}]
+    logits = rand(len(asked), vocabulary + 3, scale=3.0)[:, :vocabulary]
+    logits[:, 40:80] = logits[:, :40]
+    params = np.zeros(len(asked), PARAMS)
+    params["temperature"], params["top_p"] = 0.7, 1
+    for row, settings in zip(params, asked, strict=True):
+        for key, value in settings.items():
+            row[key] = value
+    words = torch.from_numpy(params.view(np.int32).reshape(len(asked), -1)).to(CUDA)
+    for pdl in (False, True):
+        got = logits.clone()
+        filter_rows(got, words, pdl=pdl)
+        for row, before, settings in zip(got.cpu().numpy(), logits.cpu().numpy(), asked, strict=True):
+            left = np.flatnonzero(row > -math.inf)
+            assert (row[left] == before[left]).all()
+            want, _ = sample.survivors(before, 0.7, **settings)
+            off = np.setxor1d(left, want)
+            assert len(off) <= (1 if "top_p" in settings else 0), (settings, off)
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 49152, pytest.param(1001, id="small")])
 def test_sample_tokens(vocabulary: int) -> None:
     """Greedy and noisy rows choose the reference's tokens, ties the lowest id, unsound rows are not ok, PDL or not."""
     count = 24
@@ -268,6 +292,7 @@ def test_sample_tokens(vocabulary: int) -> None:
     logits[0, 7] = logits[0, vocabulary - 1] = 99.0
     logits[1, 5], logits[2, 6], logits[3] = math.nan, math.inf, -math.inf
     params = np.zeros(count, PARAMS)
+    params["top_p"] = 1
     params["temperature"] = [0.0, 1.0, 0.0, 0.5, *(0.3 * (i % 6) for i in range(count - 4))]
     params["seed"] = 2**33 * np.arange(count) - 5
     index = np.arange(count, dtype=np.int32) * 3

@@ -319,23 +319,23 @@ def test_the_result_is_a_tensor_of_its_own() -> None:
 
 
 def plainly(logits_SV: Tensor, params: Tensor, index: Tensor, tokens: Tensor, ok: Tensor) -> None:
-    """A SampleRows of numpy: no filters, parameters from their bits."""
+    """A SampleRows of numpy: parameters from their bits."""
     for i, row in enumerate(logits_SV.numpy()):
         p = params[i].numpy().view(PARAMS)[0]
         fine = bool(np.isfinite(row.max())) and not np.isnan(row).any()
         ok[i] = int(fine)
         tokens[i] = 0
         if fine and p["temperature"] >= 1e-5:
-            tokens[i] = sampling.choose(
-                *sampling.survivors(row, float(p["temperature"])), int(p["seed"]), int(index[i])
-            )
+            kept = sampling.survivors(row, *(p[name].item() for name in ("temperature", "top_k", "top_p", "min_p")))
+            tokens[i] = sampling.choose(*kept, int(p["seed"]), int(index[i]))
+            logits_SV[i] = float("nan")  # as it may
         elif fine:
             tokens[i] = int(row.argmax())
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_sampling_on_the_device_chooses_as_the_host_does(seed: int, count: int) -> None:
-    """Filters by one sort, noise over what they leave: the same tokens as row by row on the host, bans included."""
+    """Bans first, filters and noise by rows that may be written: the host's tokens, and the logits stay."""
     rng = np.random.default_rng(seed)
     vocab = 37
     logits = torch.from_numpy((rng.integers(-8, 8, (count, vocab)) / 2).astype(np.float32))

@@ -29,9 +29,9 @@ from agentinfer.state.plan import SamplingColumns
 Sample = Callable[[Tensor, SamplingColumns], tuple[Tensor, Tensor]]
 """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool, on the logits' device."""
 SampleRows = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(logits_SV float32, params [S, 8] int32, index [S] int32, tokens [S] int64, ok [S] int64): sampling without filters,
-written to the last two, all of it on the device without waiting, so that a graph can capture it. params are the bits of
-state.columns.PARAMS."""
+"""(logits_SV float32, params [S, 8] int32, index [S] int32, tokens [S] int64, ok [S] int64): sampling, written to the
+last two, all of it on the device without waiting, so that a graph can capture it. params are the bits of
+state.columns.PARAMS. It may write the logits of rows with filters."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it choose the largest logit."""
@@ -204,6 +204,15 @@ def needs_filters(s: SamplingColumns, vocab_size: int) -> I64:
     return np.flatnonzero(asked)
 
 
+def unfiltered(s: SamplingColumns, which: I64) -> SamplingColumns:
+    """*s*, of which the samples *which* ask for no top-k, top-p or min-p."""
+    if not len(which):
+        return s
+    params = s.params.copy()
+    params["top_k"][which], params["top_p"][which], params["min_p"][which] = 0, 1, 0
+    return SamplingColumns(params, s.index, s.banned)
+
+
 def subset(s: SamplingColumns, which: I64) -> SamplingColumns:
     """The samples *which* (ascending) of *s* alone."""
     place = {int(row): i for i, row in enumerate(which)}
@@ -211,31 +220,8 @@ def subset(s: SamplingColumns, which: I64) -> SamplingColumns:
     return SamplingColumns(s.params[which], s.index[which], banned)
 
 
-def keep_filtered(logits_SV: Tensor, s: SamplingColumns) -> Tensor:
-    """*logits_SV* (float32) with -inf for what bans and filters take away, as `survivors` does; on its device, without
-    waiting for it.
-
-    One sort a row. Rows without filters keep all but their banned ids.
-    """
-    logits = _ban(logits_SV, s.banned) if s.banned else logits_SV
-    device, vocab = logits.device, logits.shape[-1]
-    k = np.where((s.top_k > 0) & (s.top_k < vocab), s.top_k, vocab)
-    columns = np.stack((np.maximum(s.temperature, GREEDY_BELOW), s.top_p, s.min_p, k)).astype(np.float32)
-    host = torch.from_numpy(columns)
-    there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-    temperature, top_p, min_p, top_k = there.unsqueeze(-1)
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    z = (ranked - ranked[:, :1]) / temperature
-    rank = torch.arange(vocab, device=device)
-    mass = torch.where(rank < top_k, z.exp(), 0.0)
-    before = mass.cumsum(-1, dtype=torch.float64) - mass
-    goal = top_p * mass.sum(-1, keepdim=True, dtype=torch.float64) * (1 - TIE)
-    kept = (rank < top_k) & ((before < goal) | (top_p >= 1)) & (z >= min_p.log() - TIE)
-    return torch.full_like(logits, float("-inf")).scatter_(-1, order, ranked.masked_fill(~kept, float("-inf")))
-
-
 def on_device(choose_rows: SampleRows) -> Sample:
-    """`sample` that never waits for its device: filters as `keep_filtered`, the choice by *choose_rows*."""
+    """`sample` that never waits for its device: banned ids here, the rest by *choose_rows*."""
 
     def sample_on_device(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
         logits = logits_SV.to(torch.float32)
@@ -243,12 +229,10 @@ def on_device(choose_rows: SampleRows) -> Sample:
         block = np.concatenate((words(s).reshape(-1), s.index))
         host = torch.from_numpy(block)
         there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-        filtered = needs_filters(s, logits.shape[-1])
-        if len(filtered) == count:
-            logits = keep_filtered(logits, s)
-        elif len(filtered):
-            where = torch.from_numpy(filtered).to(device, non_blocking=True)
-            logits = logits.index_copy(0, where, keep_filtered(logits.index_select(0, where), subset(s, filtered)))
+        if s.banned:
+            logits = _ban(logits, s.banned)
+        elif len(needs_filters(s, logits.shape[-1])) and logits.dtype == logits_SV.dtype:
+            logits = logits.clone()
         chosen = torch.empty((2, count), dtype=torch.int64, device=device)
         choose_rows(logits, there[: -count or None].view(count, -1), there[-count:], chosen[0], chosen[1])
         return chosen[0], chosen[1] != 0

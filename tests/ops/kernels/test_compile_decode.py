@@ -19,7 +19,7 @@ import json, re, sys
 sys.path.insert(0, {str(sources.SRC)!r})
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from agentinfer.ops.kernels import add_norm, attend_decode, embed, gemm, gemv, sample, silu, tiles
+from agentinfer.ops.kernels import add_norm, attend_decode, embed, filter, gemm, gemv, sample, silu, tiles
 
 MARKS = re.compile(r"griddepcontrol\\.[a-z_]+|ld\\.global|lg2\\.approx|cp\\.async\\.bulk\\.tensor|atom\\.")
 
@@ -66,6 +66,8 @@ compiled("embed", embed._embed, dict(ids="*i64", weight=half, out=wide), dict(D=
 compiled("sample tiles", sample._sample_tiles, dict(
     logits=wide, asked="*i32", index="*i32", numbers=wide, winners="*i32"),
     dict(STRIDE=151936, V=151936, C=38, BV=sample.TILE, WORDS=8, GREEDY=1e-5, DEVICE=True))
+compiled("filter", filter._filter, dict(logits=wide, asked="*i32"), dict(
+    STRIDE=151936, V=151936, BV=filter.TILE, WORDS=8, GREEDY=1e-5, SLACK=filter.SLACK, DEVICE=True), num_warps=16)
 compiled("sample rows", sample._sample_rows, dict(
     numbers=wide, winners="*i32", asked="*i32", tokens="*i64", ok="*i64"),
     dict(V=151936, C=38, BC=64, WORDS=8, GREEDY=1e-5))
@@ -87,7 +89,7 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == len(tiles.GEMV) + 1 + len(tiles.GEMM) + 8 + 5
+    assert len(kernels) == len(tiles.GEMV) + 1 + len(tiles.GEMM) + 8 + 6
     for name, shared, products, marks in kernels:
         assert shared <= MOST_SHARED, name
         assert marks[0] == "griddepcontrol.launch_dependents", name

@@ -45,22 +45,27 @@ def _low(x, DEVICE: tl.constexpr):
 
 
 def run(
-    logits: Tensor, temperature: list[float], seed: list[int], index: list[int]
+    logits: Tensor, temperature: list[float], seed: list[int], index: list[int], **filters: list[float]
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
-    count = len(logits)
+    """Tokens, ok. Asserts that rows without filters stay as they are."""
+    count, before = len(logits), logits.clone()
     params = np.zeros(count, PARAMS)
-    params["temperature"], params["seed"] = temperature, seed
+    params["temperature"], params["seed"], params["top_p"] = temperature, seed, 1
+    for name, values in filters.items():
+        params[name] = values
     tokens, ok = torch.full((2, count), -1)
     words = torch.from_numpy(params.view(np.int32).reshape(count, -1))
     sample_tokens(logits, words, torch.tensor(index, dtype=torch.int32), tokens, ok)
     assert set(ok.tolist()) <= {0, 1}
+    if not filters:
+        torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
     return tokens.tolist(), [x == 1 for x in ok.tolist()]
 
 
-def want(logits: Tensor, temperature: float, seed: int, index: int) -> int:
+def want(logits: Tensor, temperature: float, seed: int, index: int, **filters: float) -> int:
     if temperature < sample.GREEDY_BELOW:
         return int(logits.argmax())
-    return sample.choose(*sample.survivors(logits.numpy(), temperature), seed, index)
+    return sample.choose(*sample.survivors(logits.numpy(), temperature, **filters), seed, index)
 
 
 @pytest.mark.parametrize("seed", [0, 12345, 2**62 + 7, -1])
@@ -96,6 +101,18 @@ def test_tokens_are_those_of_the_reference(vocabulary: int) -> None:
     tokens, ok = run(logits, temperature, seed, index)
     assert tokens == [want(*row) for row in zip(logits, temperature, seed, index, strict=True)]
     assert all(ok)
+
+
+def test_filters_come_first() -> None:
+    """Rows with top-k, top-p or min-p beside rows without choose what the reference chooses."""
+    logits = 2 * torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
+    asked: dict[str, list[float]] = {
+        "top_k": [3, 0, 0, 20, 0], "top_p": [1, 0.7, 1, 0.9, 1], "min_p": [0, 0, 0.2, 0.01, 0],
+    }  # fmt: skip
+    rows = [{name: values[i] for name, values in asked.items()} for i in range(5)]
+    for seed in range(4):
+        wanted = [want(row, 0.9, seed, 7, **settings) for row, settings in zip(logits, rows, strict=True)]
+        assert run(logits.clone(), [0.9] * 5, [seed] * 5, [7] * 5, **asked) == (wanted, [True] * 5)
 
 
 def test_ties_go_to_the_lowest_id() -> None:

@@ -6,7 +6,7 @@ id % 4; u = ((x >> 9) + 0.5) * 2^-23 and -log(-log(u)), in float32 here: within 
 Two kernels. The first finds the best token of each tile of the vocabulary, where the maximum of the tile serves in
 place of that of the row: a shift common to all does not change which is largest, and subtracting a maximum first keeps
 every z at 0 or below, so that no temperature, however low, overflows. The second compares the winners by the z of the
-whole row. Filters are not its business.
+whole row. Before them `filter_rows` takes away what top-k, top-p and min-p do, of rows that ask for it.
 
 Shapes: S samples, V vocabulary, C tiles.
 """
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.kernels.filter import filter_rows
 from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import power_of_two
 
@@ -155,16 +156,17 @@ def sample_tokens(
     pdl: bool = False,
 ) -> None:
     """Write one token a sample to *tokens_out* ([S] int64), and to *ok_out* ([S] int64 or bool) whether its logits were
-    sound: 1 or 0.
+    sound: 1 or 0. Of rows with filters *logits* is written: what they take away is -inf afterwards.
 
     *logits* are float32 with rows of any stride; *params* is [S, 8] int32, the bits of state.columns.PARAMS (of which
-    temperature and seed are read); *index* [S] int32, the output index. Temperatures below *greedy_below* choose the
-    largest logit; ties go to the lowest id. Where a row holds NaN or +inf, or nothing but -inf, ok is False and the
-    token is some id of the vocabulary.
+    temperature, filters and seed are read); *index* [S] int32, the output index. Temperatures below *greedy_below*
+    choose the largest logit; ties go to the lowest id. Where a row holds NaN or +inf, or nothing but -inf, ok is False
+    and the token is some id of the vocabulary.
     """
     count, vocabulary = logits_SV.shape
     if not count:
         return
+    filter_rows(logits_SV, params, greedy_below=greedy_below, pdl=pdl)
     device = logits_SV.device
     tiles = -(-vocabulary // TILE)
     numbers = torch.empty((count, tiles, 2), dtype=torch.float32, device=device)
