@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from agentinfer.loop import Delta, Engine, World, advance, generate, open_engine, run, start, stream
     from agentinfer.memory import MemoryPlan, memory_plan
     from agentinfer.models.model import Model, load_model, read_config
-    from agentinfer.ops.comm import Ranks, alone
+    from agentinfer.ops.comm import RankLost, Ranks, alone
     from agentinfer.ops.inputs import Inputs, stage
     from agentinfer.ops.kv import KvCache
     from agentinfer.ops.provide import Ops, reference
     from agentinfer.ops.sample import sample
+    from agentinfer.ranks import open_ranks
     from agentinfer.result import Result
     from agentinfer.scoring import Score, score
     from agentinfer.state.admit import abort, arrive, fits, fork, validate
@@ -71,7 +72,7 @@ _NAMES: Final = MappingProxyType(
         "state.history": "Forecast Moment diff ended explain fold forecast replay rewind step",
         "state.trace": "Trace encode_event encode_header read_trace verify",
         "state.check": "violations",
-        "ops.comm": "Ranks alone",
+        "ops.comm": "RankLost Ranks alone",
         "ops.kv": "KvCache",
         "ops.inputs": "Inputs stage",
         "ops.provide": "Ops reference",
@@ -83,6 +84,7 @@ _NAMES: Final = MappingProxyType(
         "find": "find_model",
         "text": "Text chat decode encode load_text",
         "result": "Result",
+        "ranks": "open_ranks",
         "scoring": "Score score",
         "loop": "Delta Engine World advance generate open_engine run start stream",
     }
@@ -123,6 +125,7 @@ __all__ = [
     "Output",
     "Plan",
     "Policy",
+    "RankLost",
     "Ranks",
     "Request",
     "Result",
@@ -174,6 +177,7 @@ __all__ = [
     "load_text",
     "memory_plan",
     "open_engine",
+    "open_ranks",
     "prefill_step",
     "read_config",
     "read_trace",
