@@ -15,12 +15,12 @@ from itertools import count
 
 from attrs import define, evolve, field, frozen
 
-from agentinfer.state.admit import abort, arrive, fail, fork
+from agentinfer.state.admit import abort, arrive, fail, fork, stop
 from agentinfer.state.blocks import BlockHash, PoolDraft, block_hash
 from agentinfer.state.check import violations
 from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import EngineState, digest, find_waiting, has_work, initial
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
 from agentinfer.state.history import Moment, replay, rewind
 from agentinfer.state.ids import SeqId, cdiv, ints
 from agentinfer.state.limits import Limits
@@ -115,6 +115,14 @@ class Drive:
         if seq in self.live:
             self._end(seq, "abort")
         self._note(Aborted(seq, "gone"), abort(self.state, seq, "gone"))
+
+    def stop(self, seq: SeqId, count: int) -> None:
+        """A stop string is in the text of the first *count* tokens that *seq* generated; maybe it has ended since."""
+        if seq in self.live:
+            self._end(seq, "stop")
+            script = self.ghost.scripts[seq]
+            self.due[seq] = ("stop", script.tokens[: len(script.request.prompt) + count])
+        self._note(Stopped(seq, count, "STOP"), stop(self.state, seq, count, "STOP"))
 
     def fork(self, seq: SeqId, seeds: Sequence[int | None]) -> tuple[SeqId, ...]:
         """Continue a live sequence in more ways."""
@@ -315,7 +323,7 @@ class Drive:
             if (done.reason, done.tokens) != self.due.pop(done.seq):
                 script = self.ghost.scripts.get(done.seq)
                 raise Fault(f"{done} should have ended as {script.answer if script else 'rejected'}")
-            if done.reason == "stop" and done.detail != str(done.tokens[-1]):
+            if done.reason == "stop" and done.detail != (done.matched or str(done.tokens[-1])):
                 raise Fault(f"sequence {done.seq} was stopped by {done.tokens[-1]}; it says {done.detail!r}")
             if done.seq not in self.books.parents and done.cached != self.books.found.get(done.seq, 0):
                 raise Fault(

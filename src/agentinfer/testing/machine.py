@@ -82,6 +82,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A client that loses interest, maybe too late."""
         self._do(self.drive.abort, SeqId(data.draw(st.integers(0, self.drive.state.next_seq))))
 
+    @precondition(lambda self: self.drive.state.next_seq > 0)
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def stop(self, data: st.DataObject, count: int) -> None:
+        """A stop string is found in what was generated; the report of it may be late, too."""
+        self._do(self.drive.stop, SeqId(data.draw(st.integers(0, self.drive.state.next_seq))), count)
+
     @precondition(lambda self: bool(self.drive.live))
     @rule(data=st.data(), seeds=_SEEDS)
     def fork(self, data: st.DataObject, seeds: list[int | None]) -> None:
