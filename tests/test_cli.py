@@ -880,7 +880,8 @@ def test_env_says_what_is_there(call: Call) -> None:
     assert {"norm_qkv", "attend", "rms_norm", "paged_attention", "sample"} <= set(found["ops"])
     status, out, _ = call("env")
     assert status == 0
-    assert "norm_qkv              reference: " in out
+    assert "  reference: the device is a CPU\n    " in out
+    assert all(len(line) <= 110 for line in out.splitlines() if "/" not in line)
 
 
 def test_the_demo_shows_an_answer_and_a_batch(call: Call, talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -914,6 +915,20 @@ def test_the_demo_model_that_can_not_be_had_is_one_line(call: Call, monkeypatch:
         status, out, err = call(*command)
         assert (status, out) == (2, "")
         assert "demo: no network at all" in one_line(err)
+
+
+def test_who_watches_is_told_that_a_model_is_opened(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal, and nowhere else, one line says that the model is being opened."""
+    argv = ("generate", model, "--prompt-ids", "1", *SMALL, "--max-tokens", 1)
+    assert call(*argv)[2] == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert one_line(call(*argv)[2]) == f"agentinfer: opening {model}\n"
+
+
+def test_a_fault_of_a_file_names_it_once(call: Call, tmp_path: Path) -> None:
+    """An error that begins with the model's path does not say it twice."""
+    _, _, err = call("generate", f"{tmp_path}/", "--prompt-ids", "1")
+    assert one_line(err) == f"agentinfer: {tmp_path}/config.json: missing\n"
 
 
 def test_interrupts_and_settings_go_back(call: Call, model: Path, tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_throughput(call: Call, model: Path) -> None:
     assert call("throughput", model, *argv, *SMALL)[1].startswith("output ")
 
 
+def test_who_watches_is_told_what_is_to_come(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal the number of tokens is said before they are served, from the middle of their lengths."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    argv = ("--requests", 4, "--prompt-tokens", "3-9", "--output-tokens", "2-4", "--runs", 2)
+    _, _, err = call("throughput", model, *argv, *SMALL)
+    assert "agentinfer: about 48 prompt tokens and 24 output tokens to come\n" in err
+
+
 def test_startup(call: Call, model: Path) -> None:
     """The phases of a start, in order, with the settings they are of."""
     status, out, err = call("startup", model, *SMALL, "--json")

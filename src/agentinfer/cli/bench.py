@@ -16,7 +16,7 @@ from agentinfer.bench.start import startup
 from agentinfer.bench.watch import Profile, engine_facts, surroundings, watched
 from agentinfer.cli.locate import locate
 from agentinfer.cli.opened import flagged, one_line, opened, settings_of
-from agentinfer.cli.usage import Usage, line
+from agentinfer.cli.usage import Usage, hint, line
 from agentinfer.errors import InvalidRequest, InvalidSetting
 from agentinfer.loop import Engine
 
@@ -82,6 +82,10 @@ def _latency(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 def _throughput(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     mix = Mix(args.requests, args.prompt_tokens, args.output_tokens, args.temperature, args.seed)
     with _engine(args, min(args.requests, 256)) as (engine, report):
+        prompts, outputs = (
+            sum(span) * args.requests * args.runs // 2 for span in (mix.prompt_tokens, mix.output_tokens)
+        )
+        hint(f"about {prompts:,} prompt tokens and {outputs:,} output tokens to come")
         device = engine.machine.ranks.device
         with watched(device, args.sample_ms / 1e3) as facts:
             served = throughput(engine, mix, runs=args.runs, profile=_profile(args, device, last=True))

@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from textwrap import wrap
 from typing import Any, Final, cast
 
 import attrs
@@ -28,6 +31,8 @@ PACKAGE_OF: Final = (("triton", "triton"), ("vllm", "vllm"), ("flash-attn", "fla
 HEADS: Final = HeadShape(32, 8, 128)
 """What the question of who computes is asked for: the heads of an 8B model, in blocks of BLOCK_SIZE tokens."""
 BLOCK_SIZE: Final = 16
+WIDTH: Final = 110
+"""Columns of a line that can be cut."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,9 +43,27 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for title, lines in facts.items():
         print(title)
-        for name, value in lines.items():
-            print(f"  {name:<22}{value}")
+        together = grouped(lines) if title == "ops" else [([name], value) for name, value in lines.items()]
+        for names, value in together:
+            print("\n".join(shown(names, value)))
     return 0
+
+
+def grouped(facts: Mapping[str, str]) -> list[tuple[list[str], str]]:
+    """*facts* with the names of equal values together, where the first of them stands."""
+    found: dict[str, list[str]] = {}
+    for name, value in facts.items():
+        found.setdefault(value, []).append(name)
+    return [(names, value) for value, names in found.items()]
+
+
+def shown(names: list[str], value: str) -> list[str]:
+    """The lines of one value: beside its name, or above its names."""
+    wrapped = partial(wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    if len(names) == 1:
+        return wrapped(value, initial_indent=f"  {names[0]:<22}", subsequent_indent=" " * 24)
+    inner = " " * 4
+    return [f"  {value}", *wrapped(", ".join(names), initial_indent=inner, subsequent_indent=inner)]
 
 
 def surroundings() -> dict[str, dict[str, str]]:

@@ -10,11 +10,12 @@ import re
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from agentinfer.cli.launch import launched
 from agentinfer.cli.locate import locate
-from agentinfer.cli.usage import Usage, complain, flag, line
+from agentinfer.cli.usage import Usage, complain, flag, hint, line
 from agentinfer.errors import AgentInferError, InvalidRequest, InvalidSetting
 from agentinfer.state.request import SamplingParams
 
@@ -31,6 +32,7 @@ def opened(args: argparse.Namespace) -> Generator[Engine]:
     with ExitStack() as stack:
         with one_line(args):
             folder = locate(args.model, weights=not args.dummy_weights)
+            hint(f"opening {args.model}")
             engine = stack.enter_context(launched(args, folder, settings_of(args)))
         gc.freeze()  # what is there now stays: the collector need not look at it again
         stack.callback(gc.unfreeze)
@@ -107,7 +109,8 @@ def one_line(args: argparse.Namespace) -> Generator[None]:
     except (AgentInferError, OSError, MemoryError, RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         kind = "" if isinstance(error, AgentInferError) else f"{type(error).__name__}: "
         said = f"{kind}{line(error)}"
-        raise Usage(said if said.startswith(args.model) else f"{args.model}: {said}") from error
+        named = said.startswith((args.model, str(Path(args.model))))
+        raise Usage(said if named else f"{args.model}: {said}") from error
     finally:
         logger.removeHandler(held)
     said = [record.getMessage() for record in held.buffer if record.levelno >= logging.WARNING]

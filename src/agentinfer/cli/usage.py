@@ -24,6 +24,12 @@ def complain(error: object) -> None:
     print(f"agentinfer: {line(error)}", file=sys.stderr)
 
 
+def hint(words: str) -> None:
+    """Say *words* on standard error if somebody watches: if it is a terminal."""
+    if sys.stderr.isatty():
+        complain(words)
+
+
 def flag(name: str) -> str:
     """The flag that sets the field *name*."""
     return "--" + name.replace("_", "-")

@@ -41,8 +41,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file *name* of *folder*. Raises CheckpointError naming the file."""
     found = read_json_if_there(folder, name)
     if found is None:
-        why = "has no such file" if folder.is_dir() else "is no folder"
-        raise CheckpointError(f"{folder / name}: missing; {folder} {why}")
+        why = "" if folder.is_dir() else f"; {folder} is no folder"
+        raise CheckpointError(f"{folder / name}: missing{why}")
     return found
 
 
