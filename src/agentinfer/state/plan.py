@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import marshal
+import zlib
 from typing import Any
 
 import numpy as np
@@ -94,12 +95,11 @@ class Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Name the plan by its content, in 16 hex digits: quickly, for ranks to compare at each step."""
+    """Name the plan by its content, in 8 hex digits: in a few microseconds, for ranks to compare at each step."""
+    facts = (plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned)
     parts = (plan.rows, plan.seqs, plan.start, plan.count, plan.context, plan.slots, plan.inputs, plan.samples)
-    h = hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=8)
-    h.update(plan.sampling.params.tobytes() + plan.sampling.index.tobytes())
-    h.update(repr((plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned)).encode())
-    return h.hexdigest()
+    arrays = (*parts, plan.sampling.params, plan.sampling.index)
+    return f"{zlib.crc32(b''.join((marshal.dumps(facts, 0), *(x.tobytes() for x in arrays)))):08x}"
 
 
 @frozen(eq=False)
