@@ -131,13 +131,13 @@ def on_hopper(shape: LayerShape) -> Site:
 
 @pytest.mark.parametrize(("shape", "what"), SHAPES)
 def test_latents_and_experts(everything: object, shape: LayerShape, what: str) -> None:
-    """Triton and the reference have latent attention and experts, auto is Triton's; others refuse, and so does compile
-    mode.
+    """Triton and the reference have latent attention and experts, auto is Triton's, with FlashAttention-3 where keys
+    are no latents; others refuse, and so does compile mode.
     """
     del everything
     site = on_hopper(shape)
     ops, why = choose.chosen("auto", site)
-    assert ops.name == "triton"
+    assert ops.name == ("triton" if site.latent else "triton+fa3")
     assert why["attend_latent"].startswith("triton: ")
     assert why["experts_add"].startswith("triton: ")
     for name in set(choose.RULES) - {"reference", "triton"}:

@@ -278,7 +278,7 @@ def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
         return reference(), _because(f"reference: triton can not, {problem}")
     ops = MAKERS["triton"](site)
     ours = "triton: this package's own kernels, the default on CUDA"
-    problem = refusal("vllm", site)
+    problem = refusal("vllm", attrs.evolve(site, experts=None))  # its attention alone is wanted
     if problem is None:
         try:
             both = _with_fa3(ops)
