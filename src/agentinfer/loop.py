@@ -110,7 +110,7 @@ class Engine:
     """The one mutable thing: a machine and the world it works on.
 
     Three calls make a loop of your own: `add` a request, `step` while `unfinished`, read each step's Output. Streams,
-    `run`, `generate` and such a loop may take turns on one engine: whoever steps, each is given all that is theirs.
+    `run`, `generate` and such a loop may take turns on one engine: each gets its own tokens and ends, whoever steps.
     """
 
     machine: Machine
