@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from agentinfer.state.check import violations
 from agentinfer.state.engine import EngineState, digest
 from agentinfer.state.event import Event, Stopped
 from agentinfer.state.history import rewind
+from agentinfer.state.policy import Turn
 from agentinfer.state.request import Request, SamplingParams
+from agentinfer.state.sequence import Finished
 from agentinfer.state.trace import Trace, verify
 from agentinfer.text import Text, decode, load_text, new_decoder
+from test_ranks import SETTINGS, threads, together
 from tiny import write_tiny
 
 PROMPT = [5, 6, 7]
@@ -250,3 +255,50 @@ def test_bad_stops_are_refused(bad: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^stop: "):
         SamplingParams(stop=bad)
     assert SamplingParams(stop="ab") == SamplingParams(stop=["ab"])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_policy_that_raises_moves_no_reader_twice(folder: Path, *, overlap: bool) -> None:
+    """Wherever a step is undone and planned again, the output still ends at its stop string, token for token."""
+    engine = opened(folder, overlap=overlap)
+    full, stop = some_stop(engine)
+    assert full.text is not None
+    (want,) = generate(engine, [PROMPT], evolve(PLAIN, stop=stop))
+    policy, calls = engine.machine.policy, itertools.count()
+
+    def flaky(state: EngineState) -> Iterable[Turn]:
+        if next(calls) % 3:
+            raise ValueError("not now")
+        return policy(state)
+
+    engine.machine = evolve(engine.machine, policy=flaky)
+    seq, tokens, ends = engine.add(Request(PROMPT, evolve(PLAIN, stop=stop))), list[int](), list[Finished]()
+    while engine.unfinished:
+        try:
+            output = engine.step()
+        except ValueError:
+            continue
+        if output is not None:
+            tokens += output.tokens.tolist()
+            ends += output.finished
+    (done,) = ends
+    assert (done.seq, done.reason, done.matched, done.output) == (seq, "stop", stop, want.output_ids)
+    assert tuple(tokens) == want.output_ids
+    assert engine.readers == {}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stop_string_ends_the_sequence_on_every_rank(folder: Path, *, overlap: bool) -> None:
+    """Only rank 0 reads text; the others hear of the end as an event, and come to the same state."""
+    full, stop = some_stop(opened(folder))
+    how = [evolve(PLAIN, stop=stop), PLAIN]
+    want = generate(opened(folder), [PROMPT, [9, 9]], how)
+
+    def drive(engine: Engine) -> list[Result]:
+        engine.text = load_text(folder)
+        return generate(engine, [PROMPT, [9, 9]], how)
+
+    found, _ = together(folder, 2, threads, drive, evolve(SETTINGS, overlap=overlap))
+    for got, right in zip(found, want, strict=True):
+        assert (got.output_ids, got.text, got.stop_reason) == (right.output_ids, right.text, right.stop_reason)
+    assert len(want[0].output_ids) < len(full.output_ids)
