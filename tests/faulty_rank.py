@@ -19,6 +19,8 @@ def act(kind: str) -> None:
             os._exit(3)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "sleep":
             time.sleep(1e6)
         case _:

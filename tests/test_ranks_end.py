@@ -132,9 +132,12 @@ def test_a_rank_that_dies_or_raises_ends_all(
     assert all(time.monotonic() - begun < SOON_S for begun in times)
 
 
-def test_a_rank_that_hangs_is_named_after_the_step_timeout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three that wait for one, none is blamed; all end soon after the timeout (DIST-01)."""
-    planted(monkeypatch, "sleep", 2, 3)
+@pytest.mark.parametrize("kind", ["sleep", pytest.param("stop", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_is_named_after_the_step_timeout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of three that wait for one, asleep or stopped, none is blamed; all end soon after the timeout (DIST-01)."""
+    planted(monkeypatch, kind, 2, 3)
     times: list[float] = []
     with no_child_left(), pytest.raises(RankLost, match=r"rank 2 keeps rank [013] waiting for longer than 2 s in step"):
         at_work(folder, 4, lambda: times.append(time.monotonic()), step_timeout_s=2.0)

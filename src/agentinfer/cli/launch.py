@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from agentinfer.cli.usage import Usage, complain
+from agentinfer.cli.usage import Broken, Usage, complain
 
 if TYPE_CHECKING:
     from agentinfer.build import Settings
@@ -60,7 +60,10 @@ def size_of(args: argparse.Namespace, place: Place | None) -> int:
 
 @contextmanager
 def launched(args: argparse.Namespace, folder: Path, settings: Settings) -> Generator[Engine]:
-    """Rank 0's engine, with as many other ranks as *args* or torchrun want. Raises what open_ranks does, and Usage."""
+    """Rank 0's engine, with as many other ranks as *args* or torchrun want.
+
+    Raises what open_ranks does, Usage, and Broken for a rank that is lost.
+    """
     place = place_of(os.environ)
     tp = size_of(args, place)
     if tp == 1:
@@ -68,10 +71,14 @@ def launched(args: argparse.Namespace, folder: Path, settings: Settings) -> Gene
 
         yield open_engine(folder, settings)
         return
+    from agentinfer.ops.comm import RankLost
     from agentinfer.ranks import open_ranks
 
-    with open_ranks(folder, settings, tp, place, step_timeout_s=args.step_timeout, leave=_leave) as engine:
-        yield engine
+    try:
+        with open_ranks(folder, settings, tp, place, step_timeout_s=args.step_timeout, leave=_leave) as engine:
+            yield engine
+    except RankLost as error:
+        raise Broken(error) from error
 
 
 def _leave(cause: str) -> NoReturn:
