@@ -115,9 +115,9 @@ def at_work(folder: Path, tp: int, begun: Callable[[], None] = lambda: None, **m
     [
         ("raise", 5, r"rank 1 raised KeyError: 'out of luck'"),
         ("raise", -1, r"rank 1 raised KeyError: 'out of luck'"),
-        ("exit", 5, r"rank 1 \(process \d+\) ended with status 3"),
+        pytest.param("exit", 5, r"rank 1 \(process \d+\) ended with status 3", marks=pytest.mark.slow),
         ("kill", 5, r"rank 1 \(process \d+\) was killed by SIGKILL"),
-        ("kill", -1, r"rank 1 \(process \d+\) was killed by SIGKILL"),
+        pytest.param("kill", -1, r"rank 1 \(process \d+\) was killed by SIGKILL", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_or_raises_ends_all(
@@ -197,7 +197,14 @@ def in_a_step(process: subprocess.Popen[str], count: int) -> set[int]:
     raise AssertionError("it did not start")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, None)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, None, marks=pytest.mark.slow),
+    ],
+)
 def test_no_orphan_is_left_when_rank_0_ends(folder: Path, number: signal.Signals, status: int | None) -> None:
     """Whatever ends the process that was started, the others end within 10 s, and its status is not 0."""
     process = begun(["-m", "agentinfer", *command(folder)])
