@@ -102,6 +102,24 @@ def _seen(q1, q2, k1, k2, v, there, top, total, acc, scale):
 
 
 @triton.jit
+def _rest(
+    q1, q2, k_head, v_head, table, block, begin, end, top, total, acc, scale,
+    BLOCK: tl.constexpr, APART: tl.constexpr, TOKEN: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys *begin* .. end - 1, the first of which are in the blocks *block* (AHEAD)."""
+    for at in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = at + tl.arange(0, KEYS)
+        if not AHEAD:
+            block = _block(table, key, end, BLOCK)
+        k1, k2, v = _load(k_head, v_head, block, key, end, BLOCK, APART, TOKEN, DIM)
+        if AHEAD:
+            block = _block(table, key + KEYS, end, BLOCK)
+        top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+    return top, total, acc
+
+
+@triton.jit
 def _combine(  # the last split to arrive
     parts, sums, out, first, used,
     GROUP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -148,6 +166,25 @@ def _hand_in(
         tl.store(counters + pair, 0)
 
 
+@triton.jit
+def _give(
+    acc, top, total, parts, sums, counters, out, pair, s, used,
+    GROUP: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Store the output of the heads of *pair* (row and KV head), or of one of *used* splits hand in its part."""
+    head = tl.arange(0, GP)
+    dims = tl.arange(0, DIM)
+    out += pair * (GROUP * DIM)
+    if used == 1:
+        y = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + head[:, None] * DIM + dims[None, :], y, mask=(head < GROUP)[:, None])
+    elif SPLITS > 1:
+        _hand_in(
+            acc, top, total, parts, sums, counters, out, pair, s, used, head, dims, GROUP, GC, DIM, SPLITS, AT_ONCE
+        )
+
+
 @triton.jit(do_not_specialize=["columns", "least", "whole"])
 def _attend_decode(
     qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, table, rows, context, slots, out, parts, sums, counters,
@@ -158,9 +195,8 @@ def _attend_decode(
     EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, s, r): split s of the keys of KV head h and row r, if there are keys for so many splits of *least*;
-    rows before *whole* are not split.
-    GP, GC: G padded for products and for sums. APART, TOKEN, HEAD: how far blocks, tokens and heads of the caches lie
-    apart. EARLY, AHEAD: as AttendTile says.
+    rows before *whole* are not split. GP, GC: G padded for products and for sums. APART, TOKEN, HEAD: how far blocks,
+    tokens and heads of the caches lie apart. EARLY, AHEAD: as AttendTile says.
     """
     if PDL:
         gdc_launch_dependents()
@@ -168,9 +204,7 @@ def _attend_decode(
     HALF: tl.constexpr = DIM // 2
     STRIDE: tl.constexpr = KV_HEADS * DIM
     half = tl.arange(0, HALF)[None, :]
-    dims = tl.arange(0, DIM)
     head = tl.arange(0, GP)
-    real = (head < GROUP)[:, None]
     now = tl.maximum(tl.load(context + r) - 1, 0)
     low = tl.maximum(now - WINDOW + 1, 0) if WINDOW > 0 else 0
     share = tl.cdiv(now - low, KEYS) * KEYS
@@ -198,7 +232,7 @@ def _attend_decode(
         gdc_wait()
     qkv += r * ((GROUP + 2) * STRIDE)
     q = qkv + (h * GROUP + head)[:, None] * DIM + half
-    q1, q2 = _turned(q, real, q_norm, cos, sin, eps, k_cache, DIM, NORM)
+    q1, q2 = _turned(q, (head < GROUP)[:, None], q_norm, cos, sin, eps, k_cache, DIM, NORM)
     top = tl.full((GP,), float("-inf"), tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DIM), tl.float32)
@@ -212,24 +246,13 @@ def _attend_decode(
     if begin < end:
         if EARLY:
             top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
-        for at in tl.range(begin + KEYS if EARLY else begin, end, KEYS, num_stages=STAGES):
-            key = at + tl.arange(0, KEYS)
-            if not AHEAD:
-                block = _block(table, key, end, BLOCK)
-            k1, k2, v = _load(k_cache, v_cache, block, key, end, BLOCK, APART, TOKEN, DIM)
-            if AHEAD:
-                block = _block(table, key + KEYS, end, BLOCK)
-            top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
-    pair = r * KV_HEADS + h
-    out += pair * (GROUP * DIM)
-    if used == 1:
-        y = acc / total[:, None]
-        tl.store(out + head[:, None] * DIM + dims[None, :], y.to(out.dtype.element_ty), mask=real)
-    elif SPLITS > 1:
-        _hand_in(
-            acc, top, total, parts, sums, counters, out, pair, s, used, head, dims,
-            GROUP, GC, DIM, SPLITS, AT_ONCE,
+            begin += KEYS
+        top, total, acc = _rest(
+            q1, q2, k_cache, v_cache, table, block, begin, end, top, total, acc, scale,
+            BLOCK, APART, TOKEN, DIM, KEYS, STAGES, AHEAD,
         )  # fmt: skip
+    pair = r * KV_HEADS + h
+    _give(acc, top, total, parts, sums, counters, out, pair, s, used, GROUP, GP, GC, DIM, SPLITS, AT_ONCE)
 
 
 _run = Direct(_attend_decode)
