@@ -47,3 +47,4 @@ def test_a_mark_that_ended_before_the_piece_is_not_looked_at() -> None:
     assert scan(["ab", "bc"], "ab", "c") == Scanned("a", "bc", "")
     assert undecided(["ab"], "ab") == 2
     assert undecided(["aab"], "xaa") == 1
+    assert undecided(["aab", "ab"], "xaa") == undecided(["ab", "aab"], "xaa") == 1

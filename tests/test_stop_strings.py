@@ -119,6 +119,10 @@ def test_min_tokens_come_first(text: Text) -> None:
     """A stop string counts where it ends after the first min_tokens, even if it begins within them."""
     reader, shown = read(text, Reader(stop=("ab",), min_tokens=3), [*b"ababxab"])
     assert (shown, reader.count) == ("ab", 4)
+    reader, shown = read(text, Reader(stop=("ab",), min_tokens=2), [*b"abab"])
+    assert (shown, reader.count) == ("ab", 4)
+    reader, shown = read(text, Reader(stop=("ab",), min_tokens=1), [*b"abab"])
+    assert (shown, reader.count) == ("", 2)
 
 
 def test_spaces_between_special_tokens(tmp_path: Path) -> None:
