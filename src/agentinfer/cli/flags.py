@@ -305,6 +305,12 @@ def _memory(group: Any) -> None:
         default=2.0,
         help="memory to leave alone in GiB (default: %(default)s)",
     )
+    group.add_argument(
+        "--kv-gib",
+        metavar="G",
+        type=number(0, math.inf, above=True),
+        help="memory for KV in GiB, instead of that rule (default on a CPU: 2)",
+    )
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -315,12 +321,6 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="memory of one device in GiB (default: this machine's)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
-    group.add_argument(
-        "--kv-gib",
-        metavar="G",
-        type=number(0, math.inf, above=True),
-        help="memory for KV in GiB, instead of that rule (default on a CPU: 2)",
-    )
     parser.add_argument(
         "--tp", metavar="N", type=integer(1), default=1, help="devices that share the model (default: %(default)s)"
     )
