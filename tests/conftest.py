@@ -56,6 +56,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"hypothesis: HYPOTHESIS_PROFILE={PROFILE} --hypothesis-seed={config.option.hypothesis_seed}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names that hold an address: the workers of pytest-xdist would not agree on them."""
+    odd = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if odd:
+        raise pytest.UsageError(f"a test's name holds an address, so it differs from process to process: {odd[0]}")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
     """One torch thread, where torch is in use: the cores belong to the workers, and sums keep their order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-GONE = object()
+
+
+class Gone(Enum):
+    """Stands where a field is taken out; its name does not change from process to process, as an address would."""
+
+    GONE = "gone"
+
+
+GONE = Gone.GONE
 
 
 def write(folder: Path, change: dict[str, Any] | None = None, generation: object = GONE) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.provide import LayerShape
 from agentinfer.ops.rope import inv_freq, magnitude, yarn_bounds
 
-GONE = object()
+
+class Gone(Enum):
+    """Stands where a field is taken out; its name does not change from process to process, as an address would."""
+
+    GONE = "gone"
+
+
+GONE = Gone.GONE
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "dtype": "bfloat16", "head_dim": 128,
     "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
