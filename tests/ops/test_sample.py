@@ -328,7 +328,8 @@ def plainly(logits_SV: Tensor, params: Tensor, index: Tensor, tokens: Tensor, ok
         if fine and p["temperature"] >= 1e-5:
             kept = sampling.survivors(row, *(p[name].item() for name in ("temperature", "top_k", "top_p", "min_p")))
             tokens[i] = sampling.choose(*kept, int(p["seed"]), int(index[i]))
-            logits_SV[i] = float("nan")  # as it may
+            if p["top_p"] < 1 or p["min_p"] > 0 or 0 < p["top_k"] < len(row):
+                logits_SV[i] = float("nan")  # a row with filters may be written, and no other
         elif fine:
             tokens[i] = int(row.argmax())
 
