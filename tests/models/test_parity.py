@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentinfer.models import dense
+from agentinfer.models import decoder, dense
 from agentinfer.ops.custom import opaque_ops
 from models import drive, tiny
 from models.tiny import LENGTH, OTHERS, TOKENS
@@ -184,7 +184,7 @@ def test_metric_sees_config_faults(fault: str, root: Path) -> None:
     case = tiny.make(name, root)
     good = drive.load(case.folder)
     model = attrs.evolve(good.model, config=misread(good.model.config))
-    packed = dense.PackedDense(good.weights.embed, good.weights.layers, good.weights.norm, good.weights.head)
+    packed = decoder.Weights(good.weights.embed, good.weights.layers, good.weights.norm, good.weights.head)
     bad = drive.Driver(model, model.ready(model.config, packed, 64), good.ranks)
     got = run(bad, [LENGTH])
     assert drive.worst(got, wanted(case)) > 0.01

@@ -11,13 +11,14 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from agentinfer.models import mlp
+from agentinfer.models import decoder, mlp
+from agentinfer.models.decoder import Ready, Weights
 from agentinfer.models.deepseek_config import DeepseekConfig, check_tp
 from agentinfer.models.mlp import Experts, Mlp, PackedExperts, PackedMlp
 from agentinfer.models.weights import Spec
@@ -62,16 +63,6 @@ class LatentLayer(Generic[A]):
 
 
 @frozen(eq=False)
-class DeepseekWeights(Generic[A]):
-    """All weights, as the checkpoint has them. No head: the embedding is the head."""
-
-    embed: A
-    layers: tuple[LatentLayer[A], ...]
-    norm: A
-    head: A | None
-
-
-@frozen(eq=False)
 class PackedLatentLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
@@ -88,31 +79,11 @@ class PackedLatentLayer(Generic[A]):
     ffn: PackedMlp[A] | PackedExperts[A]
 
 
-@frozen(eq=False)
-class PackedDeepseek(Generic[A]):
-    """All weights, merged where one product computes them."""
-
-    embed: A
-    layers: tuple[PackedLatentLayer[A], ...]
-    norm: A
-    head: A | None
+Deepseek = Ready[PackedLatentLayer[Tensor]]
+"""What forward reads."""
 
 
-@frozen(eq=False)
-class Deepseek:
-    """What forward reads: this rank's packed weights, and the rope table that all layers share."""
-
-    embed: Tensor
-    """[V / tp, D]"""
-    layers: tuple[PackedLatentLayer[Tensor], ...]
-    norm: Tensor
-    head: Tensor
-    """[V / tp, D]; the embedding itself where they are tied."""
-    cos_sin: Tensor
-    """[max_positions, P] float32: first half cos, second half sin."""
-
-
-def specs(c: DeepseekConfig) -> DeepseekWeights[Spec]:
+def specs(c: DeepseekConfig) -> Weights[LatentLayer[Spec], Spec]:
     """Every weight of the model, once: name, shape, cut."""
     d, q_head, kv_head = c.hidden_size, c.nope_dim + c.rope_dim, c.nope_dim + c.value_dim
     q_rows = c.num_heads * q_head
@@ -139,20 +110,12 @@ def specs(c: DeepseekConfig) -> DeepseekWeights[Spec]:
             ),
         )
 
-    return DeepseekWeights(
-        embed=Spec("model.embed_tokens.weight", (c.vocab_size, d), 0, pad=True),
-        layers=tuple(layer(i) for i in range(c.num_layers)),
-        norm=Spec("model.norm.weight", (d,), kind="norm"),
-        head=None if c.tied else Spec("lm_head.weight", (c.vocab_size, d), 0, pad=True),
-    )
+    return decoder.around((layer(i) for i in range(c.num_layers)), c.vocab_size, d, tied=c.tied)
 
 
-def pack(w: DeepseekWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDeepseek[B]:
+def pack(w: Weights[LatentLayer[A], A], join: Callable[[tuple[A, ...]], B]) -> Weights[PackedLatentLayer[B], B]:
     """Merge what one matrix product computes: rows of q and kv; of gate, up; of all experts."""
-
-    def optional(*parts: A | None) -> B | None:
-        there = tuple(x for x in parts if x is not None)
-        return join(there) if there else None
+    optional = partial(decoder.optional, join)
 
     def layer(x: LatentLayer[A]) -> PackedLatentLayer[B]:
         return PackedLatentLayer(
@@ -164,24 +127,22 @@ def pack(w: DeepseekWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDee
             kv_b=join((x.kv_up,)),
             o=join((x.o,)),
             ffn_norm=join((x.ffn_norm,)),
-            ffn=mlp.pack_mlp(x.ffn, join) if isinstance(x.ffn, Mlp) else mlp.pack_experts(x.ffn, join),
+            ffn=mlp.pack_ffn(x.ffn, join),
         )
 
-    return PackedDeepseek(join((w.embed,)), tuple(layer(x) for x in w.layers), join((w.norm,)), optional(w.head))
+    return decoder.pack(w, join, layer)
 
 
-def ready(c: DeepseekConfig, w: PackedDeepseek[Tensor], max_positions: int) -> Deepseek:
+def ready(c: DeepseekConfig, w: Weights[PackedLatentLayer[Tensor], Tensor], max_positions: int) -> Deepseek:
     """What forward reads, for sequences of up to *max_positions* tokens. Says that layers are left out, if any are."""
     if c.mtp_layers:
         _log.info("%s: %d layers of multi-token prediction are not used", c.architecture, c.mtp_layers)
 
     def layer(x: PackedLatentLayer[Tensor]) -> PackedLatentLayer[Tensor]:
-        ffn = mlp.stacked(x.ffn, c.experts.num_experts) if isinstance(x.ffn, PackedExperts) else x.ffn
-        return evolve(x, kv_b=x.kv_b.view(-1, c.nope_dim + c.value_dim, c.kv_lora_rank), ffn=ffn)
+        kv_b = x.kv_b.view(-1, c.nope_dim + c.value_dim, c.kv_lora_rank)
+        return evolve(x, kv_b=kv_b, ffn=mlp.stacked(x.ffn, c.experts.num_experts))
 
-    head = w.embed if w.head is None else w.head
-    table = cos_sin(c.rope, max_positions, w.embed.device)
-    return Deepseek(w.embed, tuple(layer(x) for x in w.layers), w.norm, head, table)
+    return decoder.ready(w, cos_sin(c.rope, max_positions, w.embed.device), layer)
 
 
 @frozen(eq=False)
@@ -222,20 +183,10 @@ def forward(
 
     *run*: `layer`, or what was made of it.
     """
-    kv = kv.consume("forward")
     tp = ranks.tp
     shared = Shared(ops, tp, local_shape(c, tp.size), c.experts.routing, c.norm_eps, c.scale, w.cos_sin)
-    stream = ops.embed(x.ids, w.embed, tp)
-    for weights, cache in zip(w.layers, kv.layers, strict=True):
-        stream = run(shared, weights, None, cache, x, stream)
-    return ops.norm_head(stream, x.samples, w.norm, w.head, c.norm_eps, tp, c.vocab_size), kv
-
-
-def forward_through(
-    wrap: Callable[[Layer], Layer],
-) -> Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]:
-    """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
-    return partial(forward, run=wrap(layer))
+    windows = (None,) * c.num_layers
+    return decoder.forward(w, ops, tp, kv, x, run, shared, windows, c.norm_eps, c.vocab_size)
 
 
 def local_shape(c: DeepseekConfig, tp: int) -> LatentShape:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from agentinfer.models import decoder
 from agentinfer.models.config import DenseConfig, check_tp
+from agentinfer.models.decoder import Ready, Weights
 from agentinfer.models.weights import Spec
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group, Ranks
@@ -53,16 +55,6 @@ class DenseLayer(Generic[A]):
 
 
 @frozen(eq=False)
-class DenseWeights(Generic[A]):
-    """All weights, as the checkpoint has them. No head: the embedding is the head."""
-
-    embed: A
-    layers: tuple[DenseLayer[A], ...]
-    norm: A
-    head: A | None
-
-
-@frozen(eq=False)
 class PackedLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
@@ -80,31 +72,11 @@ class PackedLayer(Generic[A]):
     down_bias: A | None
 
 
-@frozen(eq=False)
-class PackedDense(Generic[A]):
-    """All weights, q, k, v and gate, up merged."""
-
-    embed: A
-    layers: tuple[PackedLayer[A], ...]
-    norm: A
-    head: A | None
+Dense = Ready[PackedLayer[Tensor]]
+"""What forward reads."""
 
 
-@frozen(eq=False)
-class Dense:
-    """What forward reads: this rank's packed weights, and the rope table that all layers share."""
-
-    embed: Tensor
-    """[V / tp, D]"""
-    layers: tuple[PackedLayer[Tensor], ...]
-    norm: Tensor
-    head: Tensor
-    """[V / tp, D]; the embedding itself where they are tied."""
-    cos_sin: Tensor
-    """[max_positions, H] float32: first half cos, second half sin."""
-
-
-def specs(c: DenseConfig) -> DenseWeights[Spec]:
+def specs(c: DenseConfig) -> Weights[DenseLayer[Spec], Spec]:
     """Every weight of the model, once: name, shape, cut."""
     d, f, h = c.hidden_size, c.intermediate_size, c.head_dim
     q_rows, kv_rows = c.num_heads * h, c.num_kv_heads * h
@@ -144,20 +116,12 @@ def specs(c: DenseConfig) -> DenseWeights[Spec]:
             down_bias=bias_of(down, c.mlp_bias),
         )
 
-    return DenseWeights(
-        embed=Spec("model.embed_tokens.weight", (c.vocab_size, d), 0, pad=True),
-        layers=tuple(layer(i) for i in range(c.num_layers)),
-        norm=Spec("model.norm.weight", (d,), kind="norm"),
-        head=None if c.tied else Spec("lm_head.weight", (c.vocab_size, d), 0, pad=True),
-    )
+    return decoder.around((layer(i) for i in range(c.num_layers)), c.vocab_size, d, tied=c.tied)
 
 
-def pack(w: DenseWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDense[B]:
+def pack(w: Weights[DenseLayer[A], A], join: Callable[[tuple[A, ...]], B]) -> Weights[PackedLayer[B], B]:
     """Merge what one matrix product computes: rows of q, k, v; rows of gate, up. *join* puts rows under each other."""
-
-    def optional(*parts: A | None) -> B | None:
-        there = tuple(x for x in parts if x is not None)
-        return join(there) if there else None
+    optional = partial(decoder.optional, join)
 
     def layer(x: DenseLayer[A]) -> PackedLayer[B]:
         return PackedLayer(
@@ -175,13 +139,12 @@ def pack(w: DenseWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedDense[
             down_bias=optional(x.down_bias),
         )
 
-    return PackedDense(join((w.embed,)), tuple(layer(x) for x in w.layers), join((w.norm,)), optional(w.head))
+    return decoder.pack(w, join, layer)
 
 
-def ready(c: DenseConfig, w: PackedDense[Tensor], max_positions: int) -> Dense:
+def ready(c: DenseConfig, w: Weights[PackedLayer[Tensor], Tensor], max_positions: int) -> Dense:
     """What forward reads, for sequences of up to *max_positions* tokens."""
-    head = w.embed if w.head is None else w.head
-    return Dense(w.embed, w.layers, w.norm, head, cos_sin(c.rope, max_positions, w.embed.device))
+    return decoder.ready(w, cos_sin(c.rope, max_positions, w.embed.device))
 
 
 @frozen(eq=False)
@@ -217,20 +180,9 @@ def forward(
 
     *run*: `layer`, or what was made of it.
     """
-    kv = kv.consume("forward")
     tp = ranks.tp
     shared = Shared(ops, tp, local_heads(c, tp.size), c.norm_eps, c.scale, w.cos_sin)
-    stream = ops.embed(x.ids, w.embed, tp)
-    for weights, cache, window in zip(w.layers, kv.layers, c.windows, strict=True):
-        stream = run(shared, weights, window, cache, x, stream)
-    return ops.norm_head(stream, x.samples, w.norm, w.head, c.norm_eps, tp, c.vocab_size), kv
-
-
-def forward_through(
-    wrap: Callable[[Layer], Layer],
-) -> Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]:
-    """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
-    return partial(forward, run=wrap(layer))
+    return decoder.forward(w, ops, tp, kv, x, run, shared, c.windows, c.norm_eps, c.vocab_size)
 
 
 def local_heads(c: DenseConfig, tp: int) -> HeadShape:

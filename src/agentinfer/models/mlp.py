@@ -101,8 +101,19 @@ def pack_experts(w: Experts[A], join: Callable[[tuple[A, ...]], B]) -> PackedExp
     )
 
 
-def stacked(w: PackedExperts[Tensor], num_experts: int) -> PackedExperts[Tensor]:
-    """*w* with one matrix an expert; views of the same memory."""
+def pack_ffn(
+    w: Mlp[A] | Experts[A], join: Callable[[tuple[A, ...]], B]
+) -> PackedMlp[B] | PackedExperts[B]:  # fmt: skip
+    """An MLP, or experts, as forward reads them."""
+    return pack_mlp(w, join) if isinstance(w, Mlp) else pack_experts(w, join)
+
+
+def stacked(
+    w: PackedMlp[Tensor] | PackedExperts[Tensor], num_experts: int
+) -> PackedMlp[Tensor] | PackedExperts[Tensor]:
+    """*w*, where it is experts with one matrix an expert; views of the same memory."""
+    if isinstance(w, PackedMlp):
+        return w
 
     def by_expert(x: Tensor) -> Tensor:
         return x.view(num_experts, -1, x.shape[-1])

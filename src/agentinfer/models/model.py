@@ -38,9 +38,8 @@ from agentinfer.models.weights import (
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Ranks
 from agentinfer.ops.compiled import Layer
-from agentinfer.ops.inputs import Inputs
-from agentinfer.ops.kv import Donated, KvCache, KvLayout
-from agentinfer.ops.provide import LayerShape, Ops
+from agentinfer.ops.kv import KvCache, KvLayout
+from agentinfer.ops.provide import LayerShape
 
 __all__ = [
     "ARCHITECTURES", "Config", "Model", "WeightSizes", "dummy_model", "eos_ids", "kv_layout", "load_model",
@@ -84,8 +83,8 @@ class Config(Protocol):
         ...
 
 
-Forward = Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]
-"""(config, weights, ops, ranks, kv, inputs) -> ([S, V] float32 logits, kv). *Donates* kv."""
+Forward = Callable[..., tuple[Tensor, KvCache]]
+"""(config, weights, ops, ranks, kv, inputs, run=layer) -> ([S, V] float32 logits, kv). *Donates* kv."""
 
 
 @frozen(eq=False)
@@ -102,8 +101,8 @@ class Model:
     ready: Callable[[Any, Any, int], Any]
     """(config, packed tree of Tensor, max positions) -> what forward takes as weights."""
     forward: Forward
-    forward_through: Callable[[Callable[[Layer], Layer]], Forward]
-    """(wrap) -> a forward whose layers are run by what *wrap* makes of the model's layer function."""
+    layer: Layer
+    """What forward runs each layer by, unless told otherwise."""
     kv_layouts: Callable[[Any, int, int, torch.dtype], tuple[KvLayout, ...]]
     """(config, tp, block size, dtype) -> one a layer."""
     heads: Callable[[Any, int], HeadShape | LayerShape]
@@ -112,6 +111,10 @@ class Model:
     """(config, key of a checkpoint) -> name of a Spec, None where it is knowingly not used."""
     check_tp: Callable[[Any, int], None]
     """(config, tp). Raises InvalidSetting."""
+
+    def forward_through(self, wrap: Callable[[Layer], Layer]) -> Forward:
+        """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
+        return partial(self.forward, run=wrap(self.layer))
 
     @property
     def name(self) -> str:
@@ -145,7 +148,7 @@ def _dense(raw: Mapping[str, Any], folder: Path) -> Model:
         pack=dense.pack,
         ready=dense.ready,
         forward=dense.forward,
-        forward_through=dense.forward_through,
+        layer=dense.layer,
         kv_layouts=dense.kv_layouts,
         heads=dense.local_heads,
         rename=dense.rename,
@@ -162,7 +165,7 @@ def _deepseek(raw: Mapping[str, Any], folder: Path) -> Model:
         pack=deepseek.pack,
         ready=deepseek.ready,
         forward=deepseek.forward,
-        forward_through=deepseek.forward_through,
+        layer=deepseek.layer,
         kv_layouts=deepseek.kv_layouts,
         heads=deepseek.layer_shape,
         rename=deepseek.rename,
@@ -179,7 +182,7 @@ def _qwen3_moe(raw: Mapping[str, Any], folder: Path) -> Model:
         pack=qwen3_moe.pack,
         ready=qwen3_moe.ready,
         forward=qwen3_moe.forward,
-        forward_through=qwen3_moe.forward_through,
+        layer=qwen3_moe.layer,
         kv_layouts=qwen3_moe.kv_layouts,
         heads=qwen3_moe.layer_shape,
         rename=qwen3_moe.rename,

@@ -14,8 +14,9 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from agentinfer.models import config, dense, mlp
+from agentinfer.models import config, decoder, dense, mlp
 from agentinfer.models.config import CONFIG, DenseConfig, read_dense
+from agentinfer.models.decoder import Ready, Weights
 from agentinfer.models.expert_config import ExpertConfig, qwen3_experts
 from agentinfer.models.fields import Fields
 from agentinfer.models.mlp import Experts, Mlp, PackedExperts, PackedMlp
@@ -106,16 +107,6 @@ class MoeLayer(Generic[A]):
 
 
 @frozen(eq=False)
-class MoeWeights(Generic[A]):
-    """All weights, as the checkpoint has them. No head: the embedding is the head."""
-
-    embed: A
-    layers: tuple[MoeLayer[A], ...]
-    norm: A
-    head: A | None
-
-
-@frozen(eq=False)
 class PackedMoeLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
@@ -130,31 +121,11 @@ class PackedMoeLayer(Generic[A]):
     ffn: PackedMlp[A] | PackedExperts[A]
 
 
-@frozen(eq=False)
-class PackedMoe(Generic[A]):
-    """All weights, merged where one product computes them."""
-
-    embed: A
-    layers: tuple[PackedMoeLayer[A], ...]
-    norm: A
-    head: A | None
+Moe = Ready[PackedMoeLayer[Tensor]]
+"""What forward reads."""
 
 
-@frozen(eq=False)
-class Moe:
-    """What forward reads: this rank's packed weights, and the rope table that all layers share."""
-
-    embed: Tensor
-    """[V / tp, D]"""
-    layers: tuple[PackedMoeLayer[Tensor], ...]
-    norm: Tensor
-    head: Tensor
-    """[V / tp, D]; the embedding itself where they are tied."""
-    cos_sin: Tensor
-    """[max_positions, H] float32: first half cos, second half sin."""
-
-
-def specs(c: Qwen3MoeConfig) -> MoeWeights[Spec]:
+def specs(c: Qwen3MoeConfig) -> Weights[MoeLayer[Spec], Spec]:
     """Every weight of the model, once: name, shape, cut. All but experts are as in the dense decoder."""
     base = dense.specs(c.dense)
 
@@ -176,15 +147,12 @@ def specs(c: Qwen3MoeConfig) -> MoeWeights[Spec]:
             ffn=experts if c.experts.layers[i] else Mlp(x.gate, x.up, x.down),
         )
 
-    return MoeWeights(base.embed, tuple(layer(i, x) for i, x in enumerate(base.layers)), base.norm, base.head)
+    return Weights(base.embed, tuple(layer(i, x) for i, x in enumerate(base.layers)), base.norm, base.head)
 
 
-def pack(w: MoeWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedMoe[B]:
+def pack(w: Weights[MoeLayer[A], A], join: Callable[[tuple[A, ...]], B]) -> Weights[PackedMoeLayer[B], B]:
     """Merge what one matrix product computes: rows of q, k, v; of gate, up; of all experts."""
-
-    def optional(*parts: A | None) -> B | None:
-        there = tuple(x for x in parts if x is not None)
-        return join(there) if there else None
+    optional = partial(decoder.optional, join)
 
     def layer(x: MoeLayer[A]) -> PackedMoeLayer[B]:
         return PackedMoeLayer(
@@ -196,21 +164,19 @@ def pack(w: MoeWeights[A], join: Callable[[tuple[A, ...]], B]) -> PackedMoe[B]:
             o=join((x.o,)),
             o_bias=optional(x.o_bias),
             ffn_norm=join((x.ffn_norm,)),
-            ffn=mlp.pack_mlp(x.ffn, join) if isinstance(x.ffn, Mlp) else mlp.pack_experts(x.ffn, join),
+            ffn=mlp.pack_ffn(x.ffn, join),
         )
 
-    return PackedMoe(join((w.embed,)), tuple(layer(x) for x in w.layers), join((w.norm,)), optional(w.head))
+    return decoder.pack(w, join, layer)
 
 
-def ready(c: Qwen3MoeConfig, w: PackedMoe[Tensor], max_positions: int) -> Moe:
+def ready(c: Qwen3MoeConfig, w: Weights[PackedMoeLayer[Tensor], Tensor], max_positions: int) -> Moe:
     """What forward reads, for sequences of up to *max_positions* tokens."""
 
     def layer(x: PackedMoeLayer[Tensor]) -> PackedMoeLayer[Tensor]:
-        return evolve(x, ffn=mlp.stacked(x.ffn, c.experts.num_experts)) if isinstance(x.ffn, PackedExperts) else x
+        return evolve(x, ffn=mlp.stacked(x.ffn, c.experts.num_experts))
 
-    head = w.embed if w.head is None else w.head
-    table = cos_sin(c.dense.rope, max_positions, w.embed.device)
-    return Moe(w.embed, tuple(layer(x) for x in w.layers), w.norm, head, table)
+    return decoder.ready(w, cos_sin(c.dense.rope, max_positions, w.embed.device), layer)
 
 
 @frozen(eq=False)
@@ -234,28 +200,22 @@ def layer(s: Shared, w: PackedMoeLayer[Tensor], window: int | None, kv: LayerKv,
 
 
 def forward(
-    c: Qwen3MoeConfig, w: Moe, ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs, run: Layer = layer
+    c: Qwen3MoeConfig,
+    w: Ready[PackedMoeLayer[Tensor]],
+    ops: Ops,
+    ranks: Ranks,
+    kv: Donated[KvCache],
+    x: Inputs,
+    run: Layer = layer,
 ) -> tuple[Tensor, KvCache]:
     """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's keys and values. *Donates* kv.
 
     *run*: `layer`, or what was made of it.
     """
-    kv = kv.consume("forward")
     tp, d = ranks.tp, c.dense
-    shared = Shared(
-        dense.Shared(ops, tp, dense.local_heads(d, tp.size), d.norm_eps, d.scale, w.cos_sin), c.experts.routing
-    )  # fmt: skip
-    stream = ops.embed(x.ids, w.embed, tp)
-    for weights, cache, window in zip(w.layers, kv.layers, d.windows, strict=True):
-        stream = run(shared, weights, window, cache, x, stream)
-    return ops.norm_head(stream, x.samples, w.norm, w.head, d.norm_eps, tp, d.vocab_size), kv
-
-
-def forward_through(
-    wrap: Callable[[Layer], Layer],
-) -> Callable[[Any, Any, Ops, Ranks, Donated[KvCache], Inputs], tuple[Tensor, KvCache]]:
-    """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
-    return partial(forward, run=wrap(layer))
+    attention = dense.Shared(ops, tp, dense.local_heads(d, tp.size), d.norm_eps, d.scale, w.cos_sin)
+    shared = Shared(attention, c.experts.routing)
+    return decoder.forward(w, ops, tp, kv, x, run, shared, d.windows, d.norm_eps, d.vocab_size)
 
 
 def layer_shape(c: Qwen3MoeConfig, tp: int) -> LayerShape:
