@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from attrs import astuple, frozen
+from gpu_time import captured
 from torch import Tensor
 
 from agentinfer.ops import experts as ours
@@ -69,27 +69,6 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -
     return torch.randn(shape, device=CUDA, dtype=dtype) * scale
 
 
-def captured(call: Callable[[int], Any], copies: int) -> float:
-    """Microseconds a call, of all copies one after the other in a graph: the median of 5 sets."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 16 // copies)
-    with torch.cuda.graph(graph):
-        for _, i in itertools.product(range(repeats), range(copies)):
-            call(i)
-    found = []
-    for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1000 * begin.elapsed_time(end) / (3 * repeats * copies))
-    return statistics.median(found[1:])
-
-
 class Report:
     """The rows so far. Mutable."""
 
@@ -113,7 +92,7 @@ class Report:
             how = "" if one is None else str(astuple(one) if hasattr(one, "__attrs_attrs__") else one)
             row = {"kernel": name, "rows": rows, "how": how, "floor_us": floor}
             try:
-                row["us"] = captured(lambda i, one=one: call(i, one), copies)
+                row["us"] = captured(lambda i, one=one: call(i, one), copies, launches=16)
                 row["share"] = floor / row["us"]
                 best = min(row, best or row, key=lambda r: r["us"])
             except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from attrs import astuple, frozen
+from gpu_time import captured
 from torch import Tensor
 from torch.nn import functional
 
@@ -71,28 +71,6 @@ class Work:
     beside: Callable[[int], Tensor] | None = None
     """(copy) -> the same by cuBLAS."""
     sum_parts: bool = False
-
-
-def captured(call: Callable[[int], Tensor], copies: int) -> float:
-    """Microseconds a call, of all copies one after the other in a graph: the median of 5 sets."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 24 // copies)
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for i in range(copies):
-                call(i)
-    found = []
-    for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1000 * begin.elapsed_time(end) / (3 * repeats * copies))
-    return statistics.median(found[1:])
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -291,10 +269,10 @@ def first(work: Work, report: Report) -> Tensor | None:
     report.add(
         work,
         f"default {astuple(work.tile) if work.tile else ''}",
-        captured(lambda i: work.call(i, work.tile), work.copies),
+        captured(lambda i: work.call(i, work.tile), work.copies, launches=24),
     )
     if work.beside is not None:
-        report.add(work, "cuBLAS", captured(work.beside, work.copies))
+        report.add(work, "cuBLAS", captured(work.beside, work.copies, launches=24))
     return want
 
 
@@ -308,7 +286,7 @@ def rest(work: Work, want: Tensor | None, report: Report, until: float) -> None:
         try:
             got = result(work, tile)
             off = None if got is None or want is None else float((got - want).norm() / want.norm())
-            us = captured(lambda i, tile=tile: work.call(i, tile), work.copies)
+            us = captured(lambda i, tile=tile: work.call(i, tile), work.copies, launches=24)
         except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
             report.add(work, str(astuple(tile)), None, error=f"{type(error).__name__}: {error}"[:120])
             continue
