@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
-from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
+from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, put, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.ops.sample import subset, unfiltered, words
 from agentinfer.state.ids import I32, I64
@@ -264,7 +264,7 @@ def _again(m: Machine, captured: Captured, last: Tensor, plan: Plan, which: I64,
     """
     graph_rows = np.empty(len(places), np.int64)
     graph_rows[places] = np.arange(len(places))
-    there = torch.from_numpy(np.stack((which, graph_rows[which]))).pin_memory().to(last.device, non_blocking=True)
+    there = put(np.stack((which, graph_rows[which])), last.device)
     tokens, ok = m.ops.sample(captured.logits_RV.index_select(0, there[1]), subset(plan.sampling, which))
     captured.chosen.index_copy_(1, there[0], torch.stack((tokens, ok.to(tokens.dtype))))
     last.index_copy_(0, captured.block.rows.index_select(0, there[1]), tokens.to(last.dtype))

@@ -145,10 +145,15 @@ def table_entries(tables: Sequence[TableEntries], columns: int) -> tuple[I64, I3
     return where, block
 
 
+def put(host: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """*host* on *device*, without waiting for the copy; on a CPU the same memory."""
+    there = torch.from_numpy(host)
+    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
+
+
 def apply_entries(table: Tensor, where: npt.NDArray[Any], blocks: npt.NDArray[Any]) -> None:
     """table.flat[where] = blocks, in place."""
-    pairs = torch.from_numpy(np.stack((where, blocks)).astype(np.int64))
-    there = pairs if table.device.type == "cpu" else pairs.pin_memory().to(table.device, non_blocking=True)
+    there = put(np.stack((where, blocks)).astype(np.int64), table.device)
     table.view(-1).index_copy_(0, there[0], there[1].to(table.dtype))
 
 
@@ -164,8 +169,7 @@ def upload(
     spans = [(int(at), int(at) + len(x) * words) for at, (x, words) in zip(edges, columns, strict=False)]
     for (x, words), (at, end) in zip(columns, spans, strict=True):
         (block[at:end].view(np.int64) if words == 2 else block[at:end])[:] = x
-    host = torch.from_numpy(block)
-    there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    there = put(block, device)
     views = [there[at:end] for at, end in spans]
     return [view.view(torch.int64) for view in views[: len(wide)]], views[len(wide) :]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from agentinfer.errors import InvalidSetting
-from agentinfer.ops.inputs import Inputs, check_tables, host_rows, ranges
+from agentinfer.ops.inputs import Inputs, check_tables, host_rows, put, ranges
 from agentinfer.ops.kernels.attend_latent import attend_latent
 from agentinfer.ops.kernels.attend_made import QUERIES, attend_made
 from agentinfer.ops.kernels.latent_write import latent_write
@@ -97,8 +97,8 @@ def work_of(x: Inputs, block_size: int) -> LatentWork:
         device = x.table.device
         single = None
         if ones:
-            which = _there(np.array(ones, np.int64), device)
-            at = _there(first[ones].astype(np.int64), device)
+            which = put(np.array(ones, np.int64), device)
+            at = put(first[ones].astype(np.int64), device)
             single = Single(
                 at, *(v.index_select(0, i) for v, i in ((x.rows, which), (x.context, which), (x.slots, at)))
             )
@@ -115,10 +115,10 @@ def _group(x: Inputs, rows: list[int], first: np.ndarray, block_size: int) -> Gr
     count, context = (np.array([v[i] for i in rows], np.int64) for v in (host.count, host.context))
     key = ranges(np.zeros_like(context), context)
     which = np.repeat(np.array([host.rows[i] for i in rows], np.int64), context)
-    places = _there(which * x.table.shape[1] + key // block_size, x.table.device)
+    places = put(which * x.table.shape[1] + key // block_size, x.table.device)
     block = x.table.reshape(-1).index_select(0, places).to(torch.int64)
-    slots = block * block_size + _there(key % block_size, x.table.device)
-    return Group(slots, _there(_tiles(first[rows], count, context), x.table.device))
+    slots = block * block_size + put(key % block_size, x.table.device)
+    return Group(slots, put(_tiles(first[rows], count, context), x.table.device))
 
 
 def _tiles(first: np.ndarray, count: np.ndarray, context: np.ndarray) -> I32:
@@ -131,11 +131,6 @@ def _tiles(first: np.ndarray, count: np.ndarray, context: np.ndarray) -> I32:
     position = context[row] - count[row] + at
     tiles = np.stack((first[row] + at, size, position, start[row]), axis=1)
     return tiles[np.argsort(-(position + size), kind="stable")].astype(np.int32)
-
-
-def _there(host: np.ndarray, device: torch.device) -> Tensor:
-    x = torch.from_numpy(host)
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def attend(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.ops.attention import HeadShape, values_of
-from agentinfer.ops.inputs import HostRows, Inputs, check_tables, host_rows
+from agentinfer.ops.inputs import HostRows, Inputs, check_tables, host_rows, put
 from agentinfer.ops.kernels.attend_prefill import SINGLE_ROWS, Tile, attend_tiles, chunk_tile, single_tile
 from agentinfer.ops.kernels.qk_rope_write import qk_rope_write
 from agentinfer.ops.kv import LayerKv
@@ -70,18 +70,13 @@ def work_of(x: Inputs, shape: HeadShape, dtype: torch.dtype, block_size: int) ->
         chunks = [i for i, n in enumerate(host.count) if n > few]
         tile = chunk_tile(dtype, shape.head_dim, sum(host.count[i] for i in chunks) * shape.num_heads)
         return Work(
-            chunks=_there(tiles_of(host, chunks, tile.rows // group), x.table.device) if chunks else None,
+            chunks=put(tiles_of(host, chunks, tile.rows // group), x.table.device) if chunks else None,
             chunk=tile,
-            singles=_there(tiles_of(host, singles, few), x.table.device) if singles else None,
+            singles=put(tiles_of(host, singles, few), x.table.device) if singles else None,
             single=single_tile(dtype),
         )
 
     return x.memo.once(("work", shape, dtype), x.table, make)
-
-
-def _there(tiles: I32, device: torch.device) -> Tensor:
-    host = torch.from_numpy(tiles)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def check_heads(

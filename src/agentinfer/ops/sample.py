@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentinfer.ops.inputs import put
 from agentinfer.state.ids import F32, I64
 from agentinfer.state.plan import SamplingColumns
 
@@ -227,8 +228,7 @@ def on_device(choose_rows: SampleRows) -> Sample:
         logits = logits_SV.to(torch.float32)
         device, count = logits.device, len(logits)
         block = np.concatenate((words(s).reshape(-1), s.index))
-        host = torch.from_numpy(block)
-        there = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        there = put(block, device)
         if s.banned:
             logits = _ban(logits, s.banned)
         elif len(needs_filters(s, logits.shape[-1])) and logits.dtype == logits_SV.dtype:
