@@ -47,9 +47,9 @@ class LatentTile:
 
 def latent_tile(rows: int, heads: int, itemsize: int) -> LatentTile:
     """A rule, not measured yet. 16 heads are what the small tensor cores take; with 64, those of warp groups are used,
-    and a program fills a multiprocessor.
+    and a program fills a multiprocessor; of numbers of 4 bytes 32 heads do.
     """
-    together = 16 if heads <= 16 else min(64, power_of_two(heads))
+    together = 16 if heads <= 16 else min(64 if itemsize == 2 else 32, power_of_two(heads))
     programs = rows * -(-heads // together)
     if programs > SINGLY:
         splits = 8 if programs <= 32 else 4 if programs <= 64 else 2 if programs <= 132 else 1
