@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentinfer.ops.provide import Ops, reference
     from agentinfer.ops.sample import sample
     from agentinfer.ranks import open_ranks
-    from agentinfer.result import Result
+    from agentinfer.result import Completion, Result
     from agentinfer.scoring import Score, score
     from agentinfer.state.admit import abort, arrive, fits, fork, validate
     from agentinfer.state.blocks import BlockPool
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from agentinfer.state.history import Forecast, Moment, diff, ended, explain, fold, forecast, replay, rewind, step
     from agentinfer.state.ids import BlockId, Row, SeqId
     from agentinfer.state.limits import Limits
+    from agentinfer.state.logprobs import TokenLogprobs
     from agentinfer.state.plan import Output, Plan, Sampled, SamplingColumns, sampled
     from agentinfer.state.policy import POLICIES, Policy, Turn, reserve, throughput
     from agentinfer.state.request import Request, SamplingParams
@@ -62,6 +63,7 @@ _NAMES: Final = MappingProxyType(
         "state.sequence": "Finished Running Waiting",
         "state.columns": "Columns",
         "state.blocks": "BlockPool",
+        "state.logprobs": "TokenLogprobs",
         "state.plan": "Output Plan Sampled SamplingColumns sampled",
         "state.event": "Aborted Arrived Event Failed Forked Landed Stepped Stopped",
         "state.engine": "EngineState digest has_work initial status tokens_of",
@@ -83,7 +85,7 @@ _NAMES: Final = MappingProxyType(
         "memory": "MemoryPlan memory_plan",
         "find": "find_model",
         "text": "Text chat decode encode load_text",
-        "result": "Result",
+        "result": "Completion Result",
         "ranks": "open_ranks",
         "scoring": "Score score",
         "loop": "Delta Engine World advance generate open_engine run start stream",
@@ -100,6 +102,7 @@ __all__ = [
     "BlockPool",
     "CheckpointError",
     "Columns",
+    "Completion",
     "Delta",
     "Device",
     "Engine",
@@ -141,6 +144,7 @@ __all__ = [
     "Stepped",
     "Stopped",
     "Text",
+    "TokenLogprobs",
     "Trace",
     "Turn",
     "Waiting",

@@ -15,6 +15,7 @@ from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
 from agentinfer.ops.kv import renew
 from agentinfer.result import (
+    Completion,
     Note,
     Prompt,
     Reader,
@@ -24,6 +25,7 @@ from agentinfer.result import (
     read,
     read_end,
     reader_of,
+    refused,
     result_of,
     shown,
     silent,
@@ -36,6 +38,7 @@ from agentinfer.state.engine import EngineState, has_work, initial, live, tokens
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, seal
+from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
@@ -324,7 +327,7 @@ def generate(
             request = Request(ids, chosen)
             check(engine, request)
         except InvalidRequest as error:
-            results[i] = Result(i, ids, (), None, "rejected", 0, str(error))
+            results[i] = refused(i, ids, error)
         else:
             asked[i] = request
     places = {engine.add(request): i for i, request in asked.items()}
@@ -389,6 +392,14 @@ class Delta:
     token_ids: tuple[int, ...]
     result: Result | None
     """On the last piece: the whole."""
+    index: int = 0
+    """Of which of the request's `n` completions this is a piece."""
+    completion: Completion | None = None
+    """On that completion's last piece: all of it."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One a token of `token_ids`; None: not asked for."""
+    text_offsets: tuple[int, ...] | None = None
+    """Likewise, as in Completion."""
 
 
 def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Generator[Delta]:

@@ -16,6 +16,7 @@ from agentinfer.state.engine import EngineState
 from agentinfer.state.event import Arrived, Event, Forked, Stopped
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, tupled
+from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
 from agentinfer.state.request import SamplingParams
 from agentinfer.state.sequence import Finished
@@ -30,21 +31,66 @@ def silent(_event: Event, _state: EngineState) -> None:
 
 
 @frozen
-class Result:
-    """What became of one prompt."""
+class Completion:
+    """One of the answers to a prompt."""
 
     index: int
-    prompt_ids: tuple[int, ...]
+    """Which of the request's `n`."""
     output_ids: tuple[int, ...]
     """An end or stop token included."""
     text: str | None
     """The output without its end token; None without a tokenizer."""
     finish_reason: str
-    cached_tokens: int
-    """Prompt tokens whose KV was found instead of computed."""
-    error: str | None
     stop_reason: int | str | None = None
     """What a finish_reason "stop" was due to: the id of an end or stop token, or a stop string."""
+    error: str | None = None
+    """Why there is no more, if it was refused, failed or was aborted."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One a token of `output_ids`; None: not asked for."""
+    text_offsets: tuple[int, ...] | None = None
+    """Characters of the output before each token's own text, with log-probabilities and a tokenizer only."""
+    versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Which weights sampled it: (index of the first token, version of the weights), ascending."""
+
+
+@frozen
+class Result:
+    """What became of one prompt. What it says of an output is of the first one: with n = 1 there is no other."""
+
+    index: int
+    """Which of the prompts."""
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+    """`n` of them."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found instead of computed."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One a token of `prompt_ids`, None for the first; None: not asked for."""
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """Of the first output."""
+        return self.outputs[0].output_ids
+
+    @property
+    def text(self) -> str | None:
+        """Of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the first output."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Of the first output."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def error(self) -> str | None:
+        """Of the first output that has one."""
+        return next((one.error for one in self.outputs if one.error is not None), None)
 
 
 Prompt = str | Sequence[int]
@@ -136,6 +182,11 @@ def reader_of(params: SamplingParams) -> Reader:
 
 
 def result_of(text: Text | None, done: Finished, index: int) -> Result:
+    """The result of the prompt *index* of which *done* is all."""
+    return Result(index, done.request.prompt, (completion_of(text, done),), done.cached, done.prompt_logprobs)
+
+
+def completion_of(text: Text | None, done: Finished, index: int = 0) -> Completion:
     """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it."""
     ids, words, reason = done.output, None, done.reason
     why: int | str | None = done.matched if done.matched is not None or reason != "stop" else ids[-1]
@@ -145,7 +196,12 @@ def result_of(text: Text | None, done: Finished, index: int) -> Result:
         if reader.found is not None:
             ids, reason, why = ids[: reader.count], "stop", reader.found
     error = done.detail if reason in ("error", "rejected", "abort") else None
-    return Result(index, done.request.prompt, ids, words, reason, done.cached, error, why)
+    return Completion(index, ids, words, reason, why, error)
+
+
+def refused(index: int, prompt: tuple[int, ...], error: InvalidRequest) -> Result:
+    """The result of a prompt that was never served."""
+    return Result(index, prompt, (Completion(0, (), None, "rejected", error=str(error)),))
 
 
 def shown(done: Finished) -> tuple[int, ...]:

@@ -34,6 +34,11 @@ def validate(limits: Limits, request: Request) -> None:
     prompt, params = len(request.prompt), request.params
     if prompt == 0:
         raise InvalidRequest("prompt", "has no tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise InvalidRequest(name, "can not be served yet")
+    if params.n > 1:
+        raise InvalidRequest("n", "more than one can not be served yet")
     for name, ids in (("prompt", request.prompt), ("stop_token_ids", params.stop_token_ids)):
         if ids and max(ids) >= limits.vocab_size:
             raise InvalidRequest(name, f"token id {max(ids)} is outside the vocabulary of {limits.vocab_size}")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
+from agentinfer.state.logprobs import Judged, TokenLogprobs
 from agentinfer.state.sequence import Finished
 from agentinfer.state.show import plan_html
 
@@ -112,7 +113,10 @@ class Sampled:
     """[R + 1] the samples of row i are tokens[row_offsets[i] : row_offsets[i + 1]]."""
     ok: Bool
     """[S] False: the logits were not finite; that sequence fails, the others go on."""
-    logprobs: F32 | None = None
+    logprobs: Judged | None = None
+    """Of the samples that the plan wants it for, in their order; None: of none, or not on this rank."""
+    scored: Judged | None = None
+    """Likewise of the plan's `scored` positions."""
 
 
 def offsets_of(plan: Plan) -> I32:
@@ -129,6 +133,10 @@ def sampled(plan: Plan, tokens: Any, ok: Any = None) -> Sampled:
     return Sampled(ids, offsets_of(plan), np.ones(len(ids), np.bool_) if ok is None else np.asarray(ok, np.bool_))
 
 
+PromptLogprobs = tuple[SeqId, int, tuple[TokenLogprobs, ...]]
+"""Of tokens of a prompt: the sequence, the position of the first of them, one record each."""
+
+
 @frozen(eq=False)
 class Output:
     """What one step gave to the outside. K tokens were accepted."""
@@ -140,3 +148,7 @@ class Output:
     """[K] token ids."""
     finished: tuple[Finished, ...]
     """Sequences that ended since the output before, for whatever reason."""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """[K] of each token; None for those whose request asks for none; None at all if nobody asks."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of pieces of prompts that this step computed."""

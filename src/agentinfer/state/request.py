@@ -63,6 +63,10 @@ def _one_or_many(value: Any) -> Any:
 
 _I31 = 2**31 - 1
 _MAX_SEED = 2**63 - 1
+GREEDY_BELOW = 1e-5
+"""Temperatures below it choose the largest logit."""
+MAX_N = 16_384
+"""Completions of one prompt, at most."""
 MAX_STOP_TOKEN_IDS = 256
 """Stop ids are compared in columns, a column a stop id: so many at most."""
 
@@ -74,6 +78,8 @@ class SamplingParams:
     Raises InvalidRequest naming the field.
     """
 
+    n: int = field(default=1, validator=_integer(1, MAX_N))
+    """Completions of one prompt: each is what a request of its own with the seed `child_seed(seed, j)` would give."""
     max_tokens: int | None = field(default=None, validator=_integer(1, _I31, optional=True))
     """Tokens to generate at most; None: to the end of `max_model_len`."""
     temperature: float = field(default=1.0, validator=_number(0.0, 1e6))
@@ -93,6 +99,10 @@ class SamplingParams:
     """Texts that end the output where they first appear in it, wherever its tokens begin and end."""
     include_stop_str_in_output: bool = field(default=False, validator=_instance(bool))
     """Show the stop string, or the text of the end or stop token, too."""
+    logprobs: int | None = field(default=None, validator=_integer(0, _I31, optional=True))
+    """Say how likely each token was, and so many of the likeliest ones beside it: at most Limits.max_logprobs."""
+    prompt_logprobs: int | None = field(default=None, validator=_integer(0, _I31, optional=True))
+    """The same of each token of the prompt but the first. All of it is then computed: its KV is not looked for."""
     skip_special_tokens: bool = field(default=True, validator=_instance(bool))
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = field(default=True, validator=_instance(bool))
@@ -101,6 +111,8 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest("stop_token_ids", f"has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise InvalidRequest("n", f"must be 1 for greedy sampling, which has one answer, not {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
 

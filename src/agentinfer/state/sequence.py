@@ -7,6 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from agentinfer.state.ids import BlockId, Row, SeqId
+from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.request import Request
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
@@ -59,6 +60,10 @@ class Finished:
     """Prompt tokens that the prefix cache, or the parent of a fork, had when it was first admitted."""
     matched: str | None = None
     """The stop string in the text of its tokens that ended it."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of its output, where that was asked for; the loop adds them, for no state holds them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Likewise of its prompt; None for the first token, and for those that were never computed."""
 
     @property
     def output(self) -> tuple[int, ...]:
