@@ -54,16 +54,44 @@ def validate(limits: Limits, request: Request) -> None:
         )
     if prompt + params.min_tokens > limit:
         raise InvalidRequest("min_tokens", f"prompt {prompt} + min_tokens {params.min_tokens} is more than {limit}")
-    if params.min_tokens and len(stop_ids(limits, params)) == limits.vocab_size:
-        raise InvalidRequest(
-            "min_tokens",
-            f"{params.min_tokens} tokens can not come first: all of the vocabulary of {limits.vocab_size} would end it",
-        )
+    _check_logits(limits, params)
     pool = limits.num_blocks * limits.block_size
     if limit - 1 > pool:
         raise InvalidRequest(
             "max_tokens", f"prompt {prompt} up to length {limit} needs {limit - 1} KV slots; the pool has {pool}"
         )
+
+
+def _check_logits(limits: Limits, params: SamplingParams) -> None:
+    """Refuse token ids that no logit has, and what leaves nothing to choose. Raises InvalidRequest naming the field."""
+    words = [given for given in params.bad_words if not isinstance(given, str)]
+    if len(words) < len(params.bad_words):
+        text = next(given for given in params.bad_words if isinstance(given, str))
+        raise InvalidRequest("bad_words", f"{text!r} is text, but there is no tokenizer here; give token ids")
+    for name, ids in (
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", [token for tokens in words for token in tokens]),
+    ):
+        if ids and max(ids) >= limits.vocab_size:
+            raise InvalidRequest(name, f"token id {max(ids)} is outside the vocabulary of {limits.vocab_size}")
+    never = {tokens[0] for tokens in words if len(tokens) == 1}
+    if _num_left(limits, params, never) == 0:
+        raise InvalidRequest(
+            "bad_words", "are all of the vocabulary, or all of allowed_token_ids: none could be chosen"
+        )
+    if params.min_tokens and _num_left(limits, params, never | stop_ids(limits, params)) == 0:
+        raise InvalidRequest(
+            "min_tokens",
+            f"{params.min_tokens} tokens can not come first: each that may be chosen, of a vocabulary of "
+            f"{limits.vocab_size}, would end it",
+        )
+
+
+def _num_left(limits: Limits, params: SamplingParams, without: set[int]) -> int:
+    """How many token ids *params* allow that are not in *without*."""
+    allowed = params.allowed_token_ids
+    return limits.vocab_size - len(without) if allowed is None else len(set(allowed) - without)
 
 
 def seed_of(limits: Limits, request: Request, seq: SeqId) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from attrs import Attribute, field, frozen
@@ -61,6 +62,66 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tupled(value)
 
 
+def _optional(value: Any) -> Any:
+    return None if value is None else tupled(value)
+
+
+def _words(value: Any) -> Any:
+    """Texts as they are, token sequences as tuples."""
+    many: tuple[Any, ...] = _one_or_many(value)
+    return tuple(x if isinstance(x, str) else tupled(x) for x in many) if type(many) is tuple else many
+
+
+def _texts_or_tokens(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if type(value) is not tuple:
+        raise InvalidRequest(attribute.name, f"must be a list of texts, or of token sequences, not {value!r}")
+    for i, words in enumerate(cast("tuple[Any, ...]", value)):
+        if type(words) is tuple:
+            _token_ids(None, attribute, words)
+        if not isinstance(words, str | tuple) or words in ("", ()):
+            raise InvalidRequest(attribute.name, f"item {i} must be a text, or token ids, and not empty: {words!r}")
+
+
+def _pairs(value: Any) -> Any:
+    """A mapping from token ids, which JSON writes as texts, as pairs in the order of the ids."""
+    given = cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else value
+    pairs: Any = tupled(given)
+    try:
+        read: list[tuple[Any, Any]] = [(_id_of(token), bias) for token, bias in pairs]
+        return tuple(sorted(read, key=lambda pair: pair[0]))
+    except (TypeError, ValueError):  # for the validator to refuse
+        return pairs
+
+
+def _id_of(token: Any) -> Any:
+    return int(token) if isinstance(token, str) and token.removeprefix("-").isdecimal() else token
+
+
+def _biases(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if type(value) is not tuple:
+        raise InvalidRequest(attribute.name, f"must map token ids to numbers, not {value!r}")
+    before = -1
+    for pair in cast("tuple[Any, ...]", value):
+        token, bias = cast("tuple[Any, Any]", pair if type(pair) is tuple else (pair, None))
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise InvalidRequest(attribute.name, f"{token!r} is no token id")
+        if token == before:
+            raise InvalidRequest(attribute.name, f"names token id {token} twice")
+        good = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not good or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                attribute.name, f"of token id {token} must be in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], not {bias!r}"
+            )
+        before = token
+
+
+def _some_token_ids(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if value is not None:
+        _token_ids(None, attribute, value)
+        if not value:
+            raise InvalidRequest(attribute.name, "is empty, so no token could be chosen; None allows all")
+
+
 _I31 = 2**31 - 1
 _MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-5
@@ -69,6 +130,8 @@ MAX_N = 16_384
 """Completions of one prompt, at most."""
 MAX_STOP_TOKEN_IDS = 256
 """Stop ids are compared in columns, a column a stop id: so many at most."""
+MAX_LOGIT_BIAS = 100
+"""A bias is at most so large, either way: as in the OpenAI API."""
 
 
 @frozen
@@ -90,6 +153,22 @@ class SamplingParams:
     min_p: float = field(default=0.0, validator=_number(0.0, 1.0))
     seed: int | None = field(default=None, validator=_integer(0, _MAX_SEED, optional=True))
     """None: drawn from the engine's own seed and the sequence's number."""
+    presence_penalty: float = field(default=0.0, validator=_number(-2.0, 2.0))
+    """Taken off the logit of every token that is in the output."""
+    frequency_penalty: float = field(default=0.0, validator=_number(-2.0, 2.0))
+    """Taken off a logit as many times as its token is in the output."""
+    repetition_penalty: float = field(default=1.0, validator=_number(0.0, 1e6, open_low=True))
+    """Of every token that is in the prompt or the output: its logit is divided by it, or multiplied if negative."""
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=_pairs, validator=_biases)
+    """Given as a mapping from token ids to what is added to their logits."""
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_optional, validator=_some_token_ids)
+    """No others are chosen, end tokens included; None: all may be."""
+    bad_words: tuple[str | tuple[int, ...], ...] = field(default=(), converter=_words, validator=_texts_or_tokens)
+    """Texts, or token sequences, that the output is not to hold: the token that would complete one is not chosen.
+    `Engine.add` turns texts into token sequences, with and without a space before them.
+    """
+    logits_processors: tuple[str, ...] = field(default=(), converter=_one_or_many, validator=_texts)
+    """Names of functions that the engine was opened with, applied in this order."""
     stop_token_ids: tuple[int, ...] = field(default=(), converter=tupled, validator=_token_ids)
     ignore_eos: bool = field(default=False, validator=_instance(bool))
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
@@ -115,6 +194,21 @@ class SamplingParams:
             raise InvalidRequest("n", f"must be 1 for greedy sampling, which has one answer, not {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+
+
+def biased(params: SamplingParams) -> bool:
+    """Whether what is added to the logits is known from the start: a bias, or ids that are never chosen."""
+    return bool(params.logit_bias) or params.allowed_token_ids is not None or bool(params.bad_words)
+
+
+def penalised(params: SamplingParams) -> bool:
+    """Whether the logits depend on which tokens the sequence holds."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def needs_host(params: SamplingParams) -> bool:
+    """Whether the logits of a token can not be edited before the host knows the token before."""
+    return bool(params.logits_processors) or any(len(words) > 1 for words in params.bad_words)
 
 
 @frozen
