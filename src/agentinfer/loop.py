@@ -33,7 +33,7 @@ from agentinfer.result import (
     token_ids,
 )
 from agentinfer.state.admit import validate
-from agentinfer.state.commit import commit, flush
+from agentinfer.state.commit import flush
 from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
 from agentinfer.state.history import fold
@@ -44,6 +44,7 @@ from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
+from agentinfer.state.speculate import accept
 from agentinfer.steps import Device, Flight, Machine, land, launch
 from agentinfer.text import Text, eos_union, load_text
 
@@ -94,7 +95,7 @@ def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[Eng
         note(result, state)
         return state, output
     bad = tuple(i for i, ok in enumerate(result.ok.tolist()) if not ok)
-    state, output = commit(state, flight.plan, result)
+    state, output = accept(state, flight.plan, result)
     note(Landed(flight.plan.step, tuple(ints(result.tokens)), bad), state)
     return state, output
 

@@ -35,10 +35,11 @@ class Columns:
     """Read-only. Row r belongs to EngineState.rows[r]; row 0 is the sink.
 
     ====== ==================================================================
-    0 <= written <= computed <= length, and known <= length <= known + 2
+    0 <= written <= computed <= length, and known <= length <= known + 2;
+    with drafts in flight length = computed instead
     ------ ------------------------------------------------------------------
     known    tokens whose value is known here
-    length   tokens known, or promised by a step in flight
+    length   tokens known, or promised by a step in flight, or guessed in it
     computed positions whose KV is written or in flight
     written  positions whose KV has landed
     ====== ==================================================================

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen
 
 from agentinfer.state.ids import SeqId, tupled
@@ -9,6 +11,11 @@ from agentinfer.state.request import Request, check_seeds
 
 VERSION = 1
 """Of the union: a trace of another version is refused."""
+
+
+def _guesses(value: Any) -> Any:
+    """Lists, as JSON has them, as tuples."""
+    return tuple((seq, tuple(tokens)) for seq, tokens in value)
 
 
 @frozen
@@ -48,7 +55,12 @@ class Forked:
 
 @frozen
 class Stepped:
-    """`schedule` was called. Together with the state before, it names the plan."""
+    """`schedule` was called. Together with the state before, it names the plan.
+
+    `drafts`: the guesses that the plan verifies, (sequence, tokens) each: see `speculate`.
+    """
+
+    drafts: tuple[tuple[SeqId, tuple[int, ...]], ...] = field(default=(), converter=_guesses)
 
 
 @frozen

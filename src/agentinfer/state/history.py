@@ -17,6 +17,7 @@ from agentinfer.state.plan import Output, Plan, sampled
 from agentinfer.state.policy import Policy, throughput
 from agentinfer.state.schedule import schedule
 from agentinfer.state.sequence import Finished, Waiting
+from agentinfer.state.speculate import accept, speculate
 
 
 @frozen(eq=False)
@@ -55,6 +56,8 @@ def step(moment: Moment, event: Event, policy: Policy = throughput) -> Moment:
     """The whole control plane as one fold. Raises ValueError for a Landed or Failed step that is not in flight."""
     if isinstance(event, Stepped):
         state, plan = schedule(moment.state, policy)
+        if plan is not None:
+            state, plan = speculate(state, plan, dict(event.drafts))
         return Moment(state, moment.flights if plan is None else (*moment.flights, plan))
     if isinstance(event, Landed | Failed):
         left = tuple(plan for plan in moment.flights if plan.step != event.step)
@@ -65,7 +68,7 @@ def step(moment: Moment, event: Event, policy: Policy = throughput) -> Moment:
         plan = next(plan for plan in moment.flights if plan.step == event.step)
         ok = np.ones(len(event.tokens), np.bool_)
         ok[list(event.bad)] = False
-        state, output = commit(moment.state, plan, sampled(plan, event.tokens, ok))
+        state, output = accept(moment.state, plan, sampled(plan, event.tokens, ok))
         return Moment(state, left, output)
     return Moment(fold(moment.state, (event,)), moment.flights)
 

@@ -90,6 +90,8 @@ class Plan:
     copies: tuple[tuple[BlockId, BlockId], ...]
     """(source, target) blocks whose KV is copied before anything of this step is written."""
     preempted: tuple[SeqId, ...]
+    drafts: tuple[int, ...] = ()
+    """[R] how many of each row's positions, its last ones, are guesses (speculate.py); empty: none of any row."""
 
     def _repr_html_(self) -> str:
         return plan_html(self)
@@ -100,7 +102,7 @@ def plan_digest(plan: Plan) -> str:
     facts = (plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned)
     parts = (plan.rows, plan.seqs, plan.start, plan.count, plan.context, plan.slots, plan.inputs, plan.samples)
     arrays = (*parts, plan.sampling.params, plan.sampling.index)
-    return f"{zlib.crc32(b''.join((marshal.dumps(facts, 0), *(x.tobytes() for x in arrays)))):08x}"
+    return f"{zlib.crc32(b''.join((marshal.dumps((*facts, plan.drafts), 0), *(x.tobytes() for x in arrays)))):08x}"
 
 
 @frozen(eq=False)
