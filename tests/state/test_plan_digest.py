@@ -10,8 +10,8 @@ from agentinfer.state.commit import commit
 from agentinfer.state.engine import initial
 from agentinfer.state.event import Arrived
 from agentinfer.state.history import fold
-from agentinfer.state.ids import seal
-from agentinfer.state.plan import Plan, plan_digest, sampled
+from agentinfer.state.ids import Row, SeqId, seal
+from agentinfer.state.plan import Edit, Plan, Told, plan_digest, sampled
 from agentinfer.state.schedule import schedule
 
 
@@ -52,6 +52,10 @@ def test_every_field_of_a_plan_is_in_its_name() -> None:
             changed = (evolve(value, params=params), evolve(value, index=index), evolve(value, banned=((0, (1,)),)))
             assert plan_digest(plan) not in [plan_digest(evolve(plan, sampling=x)) for x in changed]
             continue
+        elif field.name == "edits":
+            other = (*value, Edit(0, Row(1), SeqId(0), engines.request(3, 6)))
+        elif field.name == "told":
+            other = (*value, Told(Row(1), engines.request(3, 6), (5, 6)))
         else:
             other = (*value, (1, 2, (3,))) if isinstance(value, tuple) else value + 1
         if field.name != "sample_rows":  # follows from samples and count

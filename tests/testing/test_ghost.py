@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from agentinfer.state.ids import BlockId
-from agentinfer.state.plan import Plan
+from agentinfer.state.ids import BlockId, Row
+from agentinfer.state.plan import Plan, Told
 from agentinfer.testing import Drive, Fault, GhostDevice
 from engines import drive, limits, request
 
@@ -17,7 +17,7 @@ from engines import drive, limits, request
 def start() -> tuple[Drive, Plan]:
     """An engine whose next plan decodes one row, begins another prompt and samples the first, not launched yet."""
     engine = drive(limits(max_num_batched_tokens=8, max_num_seqs=4))
-    engine.arrive(request((10, 11, 12, 13, 14), 9, min_tokens=4, stop_token_ids=(7,)))
+    engine.arrive(request((10, 11, 12, 13, 14), 9, min_tokens=4, stop_token_ids=(7,), presence_penalty=0.5))
     engine.step()
     engine.step()
     engine.arrive(request(range(20, 32), 9))
@@ -92,6 +92,13 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "not banned": (lambda p: sampling(p, banned=()), "may not choose"),
     "banned too much": (lambda p: sampling(p, banned=((0, (7, 8)),)), "may not choose"),
     "banned for whom": (lambda p: sampling(p, banned=((1, (7,)),)), "bans tokens"),
+    "not edited": (lambda p: evolve(p, edits=()), "is to be edited"),
+    "edited twice": (lambda p: evolve(p, edits=p.edits * 2), "is to be edited"),
+    "another row edited": (lambda p: evolve(p, edits=(evolve(p.edits[0], row=Row(2)),)), "is to be edited"),
+    "told again": (
+        lambda p: evolve(p, told=(Told(Row(1), p.edits[0].request, p.edits[0].request.prompt),)),
+        "the device knows",
+    ),
     "input": (lambda p: column(p, "inputs", 0, 999), "is given token 999"),
     "input of the prompt": (lambda p: column(p, "inputs", 3, 999), "is given token 999"),
     "needless -1": (lambda p: column(p, "inputs", 0, -1), "is given token -1"),

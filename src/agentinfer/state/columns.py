@@ -66,6 +66,8 @@ class Columns:
     """Tokens of the prompt that need not be computed at its first admission."""
     born: I32
     """Step of its admission: an older plan that names this row meant somebody else."""
+    edits: I32
+    """1: the logits of this row are edited."""
     params: I32
     """[rows, PARAMS_WIDTH] the bits of the row's PARAMS."""
 
@@ -90,6 +92,7 @@ class Columns:
             turn=zeros(),
             cached=zeros(),
             born=zeros(),
+            edits=zeros(),
             params=np.zeros((n, PARAMS_WIDTH), np.int32),
         )
         seal(*(getattr(columns, name) for name in FIELDS))
@@ -98,7 +101,7 @@ class Columns:
 
 FIELDS: tuple[str, ...] = (
     "seq", "length", "known", "computed", "written", "limit", "stop", "tail", "tail_block", "turn", "cached", "born",
-    "params",
+    "edits", "params",
 )  # fmt: skip
 
 
@@ -118,6 +121,7 @@ class ColumnsDraft:
     turn: I32
     cached: I32
     born: I32
+    edits: I32
     params: I32
 
     def __init__(self, columns: Columns) -> None:
@@ -125,7 +129,8 @@ class ColumnsDraft:
         self.seq, self.length, self.known = columns.seq, columns.length, columns.known
         self.computed, self.written, self.limit = columns.computed, columns.written, columns.limit
         self.stop, self.tail, self.tail_block = columns.stop, columns.tail, columns.tail_block
-        self.turn, self.cached, self.born, self.params = columns.turn, columns.cached, columns.born, columns.params
+        self.turn, self.cached, self.born = columns.turn, columns.cached, columns.born
+        self.edits, self.params = columns.edits, columns.params
 
     def own(self, name: str) -> npt.NDArray[Any]:
         """The column *name*, writable."""
@@ -164,5 +169,6 @@ class ColumnsDraft:
             self.turn,
             self.cached,
             self.born,
+            self.edits,
             self.params,
         )

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
 from agentinfer.state.logprobs import Judged, TokenLogprobs
+from agentinfer.state.request import Request
 from agentinfer.state.sequence import Finished
 from agentinfer.state.show import plan_html
 
@@ -56,6 +57,26 @@ class SamplingColumns:
         return self.params["seed"]
 
 
+@frozen
+class Edit:
+    """A sample whose logits are edited before temperature, as its request asks: see state.request.edits_logits."""
+
+    sample: int
+    row: Row
+    seq: SeqId
+    request: Request
+
+
+@frozen
+class Told:
+    """What the device has to know of a row whose logits are edited: told once, when the row is given."""
+
+    row: Row
+    request: Request
+    tokens: tuple[int, ...]
+    """Prompt and output, all of it known: no token of the row is in flight."""
+
+
 @frozen(eq=False)
 class Plan:
     """One forward pass. R rows take part, T positions are computed, S of them are sampled.
@@ -90,6 +111,10 @@ class Plan:
     copies: tuple[tuple[BlockId, BlockId], ...]
     """(source, target) blocks whose KV is copied before anything of this step is written."""
     preempted: tuple[SeqId, ...]
+    edits: tuple[Edit, ...] = ()
+    """Samples whose logits are edited, ascending; none of another sample of the same row."""
+    told: tuple[Told, ...] = ()
+    """Rows whose logits will be edited and that the device does not know yet, as with `tables`."""
     drafts: tuple[int, ...] = ()
     """[R] how many of each row's positions, its last ones, are guesses (speculate.py); empty: none of any row."""
 
@@ -99,7 +124,9 @@ class Plan:
 
 def plan_digest(plan: Plan) -> str:
     """Name the plan by its content, in 8 hex digits: in a few microseconds, for ranks to compare at each step."""
-    facts = (plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned)
+    edits = [(edit.sample, edit.row, edit.seq) for edit in plan.edits]  # what a sequence asks, all ranks have heard
+    told = [(told.row, told.tokens) for told in plan.told]
+    facts = (plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned, edits, told)
     parts = (plan.rows, plan.seqs, plan.start, plan.count, plan.context, plan.slots, plan.inputs, plan.samples)
     arrays = (*parts, plan.sampling.params, plan.sampling.index)
     return f"{zlib.crc32(b''.join((marshal.dumps((*facts, plan.drafts), 0), *(x.tobytes() for x in arrays)))):08x}"

@@ -206,6 +206,11 @@ def penalised(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
+def edits_logits(params: SamplingParams) -> bool:
+    """Whether the logits are changed in any way before temperature, but for end tokens before `min_tokens`."""
+    return biased(params) or penalised(params) or needs_host(params)
+
+
 def needs_host(params: SamplingParams) -> bool:
     """Whether the logits of a token can not be edited before the host knows the token before."""
     return bool(params.logits_processors) or any(len(words) > 1 for words in params.bad_words)

@@ -17,8 +17,9 @@ from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, find_running, known_tokens
 from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, every, ints, seal, some, total
 from agentinfer.state.log import Queue
-from agentinfer.state.plan import Plan, SamplingColumns, TableEntries
+from agentinfer.state.plan import Edit, Plan, SamplingColumns, TableEntries, Told
 from agentinfer.state.policy import NOBODY, Policy, Turn, needs, queue, reserve, throughput
+from agentinfer.state.request import edits_logits
 from agentinfer.state.sequence import Running, Waiting
 
 
@@ -98,6 +99,7 @@ class _Draft:
         self.preempted: list[Waiting] = []
         self.admitted: list[Waiting] = []
         self.tables: list[TableEntries] = list(state.retabled)
+        self.told: list[Told] = []
         self.copies: list[tuple[BlockId, BlockId]] = []
 
     def put(self, row: int, run: Running | None) -> None:
@@ -247,6 +249,8 @@ def _enter(
     )
     draft.put(row, run)
     draft.tables.append((row, 0, run.blocks))
+    if edits_logits(waiting.request.params):
+        draft.told.append(Told(row, waiting.request, tokens))
     _write_columns(draft, run, waiting, had.computed)
     return run, had.computed, n
 
@@ -271,6 +275,7 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols.own("limit")[row] = limit_of(draft.limits, request)
     cols.own("turn")[row] = 0
     cols.own("born")[row] = draft.state.step
+    cols.own("edits")[row] = edits_logits(params)
     cols.own("cached")[row] = min(computed, prompt) if waiting.cached < 0 else waiting.cached
     cols.own("tail_block")[row] = run.blocks[-1]
     tail = cols.own("tail")
@@ -322,6 +327,8 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, tu
         tables=tuple(draft.tables),
         copies=tuple(draft.copies),
         preempted=tuple(w.seq for w in draft.preempted),
+        edits=before.edits if before is not None and steady else _edits(draft, sampled),
+        told=tuple(draft.told),
     )
     seal(rows, plan.seqs, start, count, end, slots, inputs, last, sample_rows)
     return _rest(draft, plan, step=state.step + 1, retabled=()), plan
@@ -391,6 +398,15 @@ def _sampling(draft: _Draft, rows: I32, length: I32, before: SamplingColumns | N
     return SamplingColumns(params, index, banned)
 
 
+def _edits(draft: _Draft, rows: I32) -> tuple[Edit, ...]:
+    """Which of the samples, one each of *rows*, have their logits edited."""
+    asked = draft.cols.edits.take(rows)
+    if not np.count_nonzero(asked):
+        return ()
+    runs = ((i, draft.running(rows[i])) for i in ints(np.flatnonzero(asked)))
+    return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)
+
+
 def _layout(draft: _Draft, rows: I32, start: I32, count: I32, positions: int) -> tuple[I64, I32, I32]:
     """Slots and input ids of every position, and each row's last flat position. One-position rows need no loop."""
     cols, size = draft.cols, draft.limits.block_size
@@ -436,9 +452,20 @@ def full_tables(state: EngineState) -> tuple[TableEntries, ...]:
     return tuple((run.row, 0, run.blocks) for run in state.rows if run is not None)
 
 
+def all_told(state: EngineState) -> tuple[Told, ...]:
+    """What a device that knows no row has to know of the running rows whose logits are edited."""
+    return tuple(
+        Told(run.row, run.request, known_tokens(run, int(state.cols.known[run.row]), state.cols.tail))
+        for run in state.rows
+        if run is not None and state.cols.edits[run.row]
+    )
+
+
 def rebase(state: EngineState, plan: Plan, base: int) -> Plan:
-    """*plan* for a device that holds the tables of plan *base*. *state*: the one that came with the plan."""
-    return plan if base == plan.base else evolve(plan, base=-1, tables=full_tables(state))
+    """*plan* for a device that holds the tables of plan *base*. *state*: the one that came with the plan; if the device
+    holds those of another plan than this one extends, no step is in flight.
+    """
+    return plan if base == plan.base else evolve(plan, base=-1, tables=full_tables(state), told=all_told(state))
 
 
 def scheduled(plan: Plan) -> dict[SeqId, tuple[int, int]]:

@@ -8,7 +8,7 @@ in words. `launch` and `land` stand where the real ones do, so a loop over the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from attrs import define, field, frozen
@@ -17,7 +17,7 @@ from agentinfer.state.engine import EngineState
 from agentinfer.state.ids import SeqId, cdiv, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Plan, Sampled, SamplingColumns, sampled
-from agentinfer.state.request import Request
+from agentinfer.state.request import Request, edits_logits
 from agentinfer.testing.oracle import Answer, choose, extend, limit, prints, root, stops
 
 POISON = 2**31 - 1
@@ -82,6 +82,8 @@ class GhostDevice:
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, tuple[SeqId, int, int]] = {}
         """Row -> the sequence that sampled there last, that token's position, the token."""
+        self.told: dict[int, tuple[Request, list[int]]] = {}
+        """Row -> whose logits are edited there, and the tokens that it has been told or has sampled."""
         self.scripts: dict[SeqId, Script] = {}
         self.runs: dict[int, tuple[int, int]] = {}
         """Sequence -> the step that it runs since without a break, and the position that it has come to."""
@@ -98,6 +100,8 @@ class GhostDevice:
         if witness is not None:
             self._agree(plan, witness)
         self._copy(plan)
+        for told in plan.told:
+            self.told[told.row] = told.request, [*told.tokens]
         at = 0
         for i, count in enumerate(ints(plan.count)):
             self._run_row(plan, i, at)
@@ -110,6 +114,8 @@ class GhostDevice:
         self.holds = plan.step
         for i, token in zip(ints(plan.sample_rows), tokens, strict=True):
             self.last[int(plan.rows[i])] = (SeqId(int(plan.seqs[i])), int(plan.context[i]), token)
+        for edit in plan.edits:
+            self.told[edit.row][1].append(tokens[edit.sample])
         return GhostFlight(plan, sampled(plan, tokens))
 
     def land(self, flight: GhostFlight, bad: Iterable[int] = ()) -> Sampled:
@@ -136,6 +142,7 @@ class GhostDevice:
     def _apply_tables(self, plan: Plan) -> None:
         if plan.base == -1:
             self.tables.clear()
+            self.told.clear()
         elif plan.base != self.holds:
             raise Fault(
                 f"step {plan.step} extends the tables of step {plan.base}; the device holds those of {self.holds}"
@@ -258,6 +265,7 @@ class GhostDevice:
         at = int(plan.sample_rows[i])
         script = self.scripts[SeqId(int(plan.seqs[at]))]
         check_sampling(self.limits, script, plan.sampling, i, int(plan.context[at]))
+        check_edit(plan, script, i, self.told)
         banned = dict(plan.sampling.banned).get(i, ())
         seed, index = int(plan.sampling.seed[i]), int(plan.sampling.index[i])
         held = self.kv[int(plan.slots[plan.samples[i]])]
@@ -313,3 +321,16 @@ def check_sampling(limits: Limits, script: Script, sampling: SamplingColumns, i:
     banned = frozenset(token for at, tokens in sampling.banned if at == i for token in tokens)
     if banned != wanted:
         raise Fault(f"{who} may not choose {sorted(banned)}; it should be {sorted(wanted)}")
+
+
+def check_edit(plan: Plan, script: Script, i: int, told: Mapping[int, tuple[Request, list[int]]]) -> None:
+    """Raise Fault unless the logits of sample *i* are edited as the request asks, knowing all tokens before."""
+    at = int(plan.sample_rows[i])
+    row, end = int(plan.rows[at]), int(plan.context[at])
+    who = f"step {plan.step}: sample {i}, of sequence {script.seq} in row {row},"
+    asked = edits_logits(script.request.params)
+    edits = [(edit.row, edit.seq, edit.request) for edit in plan.edits if edit.sample == i]
+    if edits != [(row, script.seq, script.request)] * asked:
+        raise Fault(f"{who} {'is' if asked else 'is not'} to be edited; the plan says {edits}")
+    if asked and told.get(row) != (script.request, list(script.answer.tokens[:end])):
+        raise Fault(f"{who} has tokens {script.answer.tokens[:end]}; the device knows {told.get(row)}")

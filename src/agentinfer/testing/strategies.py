@@ -21,6 +21,7 @@ NOISE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
     {"temperature": 1.0, "top_k": -1, "min_p": 0.05},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "logits_processors": "mine"},
 )
 """Sampling parameters that a plan has to carry along; the ghost's model does not heed them."""
 
