@@ -2,9 +2,8 @@
 
     python benchmarks/gpu_attention.py --json FILE [--seconds S] [--rows 136 ..] [--groups 2] [--contexts sorted ..]
 
-Tiles are named by the numbers of AttendTile. "whole": as many of the first rows are not split as fill whole waves of
-792 programs (6 on each of 132 multiprocessors). "head-major": the same memory as [blocks, H, B, D]. Compiling one tile
-takes seconds, so few rows and contexts first. At the end: the best of each, against what tiles.py says.
+Tiles are named by the numbers of AttendTile. Compiling one tile takes seconds, so few rows and contexts
+first. At the end: the best of each, against what tiles.py says.
 Contexts: a number is one of all rows; "mixed" is uniform from 200 to 2,000, "sorted" the same with the longest first.
 The floor is the KV read once at 4.57 TB/s.
 """
@@ -16,12 +15,11 @@ import itertools
 import json
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from attrs import astuple, evolve
+from attrs import astuple
 
 from agentinfer.ops.kernels.attend_decode import attend_decode
 from agentinfer.ops.kernels.sample import sample_tokens
@@ -29,24 +27,20 @@ from agentinfer.ops.kernels.tiles import AttendTile, attend_tile
 from agentinfer.state.columns import PARAMS
 
 BLOCK, DIM, HEADS = 16, 128, 8
-WAVE = 792
 TILES = (
     AttendTile(1, 64, 2, 2, registers=168),
     AttendTile(1, 64, 4, 2),
-    AttendTile(1, 32, 2, 3, ahead=True),
-    AttendTile(1, 32, 2, 4, ahead=True),
-    AttendTile(1, 64, 2, 3, ahead=True),
-    AttendTile(1, 64, 4, 3, ahead=True),
-    AttendTile(1, 32, 1, 3, ahead=True),
-    AttendTile(1, 32, 2, 3, early=False, ahead=True),
-    AttendTile(2, 64, 2, 2, 256, registers=168),
-    AttendTile(2, 32, 2, 3, 256, ahead=True),
     AttendTile(4, 64, 2, 2, 256),
-    AttendTile(4, 64, 2, 2, 256, registers=168),
-    AttendTile(4, 32, 2, 3, 256, ahead=True),
-    AttendTile(8, 64, 2, 2, 256, registers=168),
-    AttendTile(8, 32, 2, 3, 128, ahead=True),
-    AttendTile(16, 32, 2, 3, 128, ahead=True),
+    AttendTile(8, 64, 2, 2, 256),
+    AttendTile(16, 64, 2, 2, 128),
+    AttendTile(1, 64, 2, 2, registers=168, even=6),
+    AttendTile(1, 64, 2, 2, even=4),
+    AttendTile(1, 64, 4, 2, registers=168, even=3),
+    AttendTile(1, 64, 4, 2, even=2),
+    AttendTile(1, 64, 4, 3, ahead=True, even=2),
+    AttendTile(1, 64, 4, 3, ahead=True, registers=168, even=3),
+    AttendTile(1, 32, 2, 3, ahead=True, even=4),
+    AttendTile(1, 32, 1, 3, ahead=True, even=6),
 )
 READ = 4.57e12
 
@@ -76,10 +70,8 @@ def name(tile: AttendTile) -> str:
 
 
 def candidates(rows: int) -> list[AttendTile]:
-    """Those that make a sensible number of programs; of those that split in 2 or 4, with whole waves too."""
-    some = [t for t in TILES if t.splits <= 2 or rows * HEADS * t.splits <= 8192]
-    whole = rows * HEADS // WAVE * WAVE // HEADS
-    return some + [evolve(t, whole=whole) for t in some if whole and t.splits in {2, 4} and t.registers + t.ahead]
+    """Those that make a sensible number of programs."""
+    return [t for t in TILES if t.splits <= 2 or 256 < rows * HEADS * t.splits <= 8192]
 
 
 def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool: torch.Tensor) -> dict[str, float]:
@@ -107,17 +99,14 @@ def attention(rows: int, context: str, group: int, tiles: list[AttendTile], pool
     found = {}
     for tile in tiles:
 
-        def run(tile: AttendTile = tile, cache: torch.Tensor = pool) -> None:
+        def run(tile: AttendTile = tile) -> None:
             for i in range(layers):
                 attend_decode(
-                    qkv, cache[0], cache[1], tables[i], ids, lens, slots[i], group * HEADS, angles, norm, norm, 1e-6,
+                    qkv, pool[0], pool[1], tables[i], ids, lens, slots[i], group * HEADS, angles, norm, norm, 1e-6,
                     0.088, None, counters, pdl=True, tile=tile,
                 )  # fmt: skip
 
         found[name(tile)] = round(replayed(run, layers), 2)
-        if tile in TILES[:3]:
-            apart = pool.view(2, -1, HEADS, BLOCK, DIM).transpose(2, 3)
-            found["head-major " + name(tile)] = round(replayed(partial(run, cache=apart), layers), 2)
     found["floor"] = round(2 * int(lengths.sum()) * HEADS * DIM * 2 / READ * 1e6, 2)
     return found
 

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from agentinfer.errors import GraphBinding, InvalidSetting
 from agentinfer.graphs import (
+    LEAD,
     Block,
     banning,
     block_words,
     bucket_of,
     bucket_sizes,
+    counts_of,
     fill,
     inputs_of,
     lay_out,
@@ -110,7 +112,7 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     assert block.entries[:, :2].tolist() == [[7, 3], [11, 12]]
     assert not block.entries[:, 2:].any()
     pieces = [getattr(block, field.name) for field in fields(Block) if field.name != "whole"]
-    assert sum(x.numel() * x.itemsize for x in pieces) == whole.numel() * 4
+    assert sum(x.numel() * x.itemsize for x in pieces) == (whole.numel() - LEAD) * 4
 
 
 def test_rows_with_banned_ids_are_not_filtered_by_a_graph() -> None:
@@ -133,7 +135,8 @@ def test_rows_with_banned_ids_are_not_filtered_by_a_graph() -> None:
 def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:
     """A new block shows in the inputs; lengths on the host there are none, and who asks for them is told."""
     block = lay_out(torch.zeros(block_words(2), dtype=torch.int32), 2)
-    x = inputs_of(block, torch.zeros((3, 4), dtype=torch.int32), torch.zeros(2, dtype=torch.int64), 64)
+    counts, ids = counts_of(2, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    x = inputs_of(block, torch.zeros((3, 4), dtype=torch.int32), ids, counts, 64)
     fill(block, decode_plan([3, 5]), np.empty(0, np.int32), np.empty(0, np.int32))
     assert x.positions.tolist() == [5, 3]
     assert x.context.tolist() == [6, 4]

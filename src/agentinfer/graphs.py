@@ -26,6 +26,8 @@ from agentinfer.state.plan import Plan
 from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
 
 PARAMS_WORDS = 8
+LEAD = 4
+"""Words of a block that nothing is in: a compiler makes a case of its own of tensors where their memory begins."""
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ class Block:
 
 def block_words(rows: int) -> int:
     """int32 words of a block for *rows*."""
-    return rows * (6 + 4 + PARAMS_WORDS) + 2 * num_entries(rows)
+    return LEAD + rows * (6 + 4 + PARAMS_WORDS) + 2 * num_entries(rows)
 
 
 def num_entries(rows: int) -> int:
@@ -78,8 +80,8 @@ def num_entries(rows: int) -> int:
 
 def lay_out(whole: Tensor, rows: int) -> Block:
     """*whole* (int32, block_words(rows)) as a Block."""
-    wide = whole[: 6 * rows].view(torch.int64).view(3, rows)
-    rest = whole[6 * rows :]
+    wide = whole[LEAD : LEAD + 6 * rows].view(torch.int64).view(3, rows)
+    rest = whole[LEAD + 6 * rows :]
     at = (4 + PARAMS_WORDS) * rows
     return Block(
         whole, wide[0], wide[1], wide[2], rest[:rows], rest[rows : 2 * rows], rest[2 * rows : 3 * rows],
@@ -127,6 +129,8 @@ class Captured:
     """[2, R] int64: tokens, ok, in the order of the plan's rows."""
     bound: tuple[int, ...]
     """Addresses of the KV, the block table and the last tokens that it was captured over."""
+    counts: tuple[Tensor, Tensor]
+    """What `counts_of` gave: read by the graph, so kept."""
 
 
 def bindings(device: Device) -> tuple[int, ...]:
@@ -135,11 +139,14 @@ def bindings(device: Device) -> tuple[int, ...]:
     return (device.last.data_ptr(), device.kv.table.data_ptr(), *(plane.data_ptr() for plane in planes))
 
 
-def inputs_of(block: Block, table: Tensor, ids: Tensor, max_context: int) -> Inputs:
-    """Inputs whose values are those of *block* at each replay."""
-    n, device = len(ids), ids.device
-    each = torch.arange(n + 1, dtype=torch.int32, device=device)
-    order = torch.arange(n, device=device)
+def counts_of(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """0 to *rows* as int32, and to *rows* - 1 as int64: where the queries of one a row begin, and which they are."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device), torch.arange(rows, device=device)
+
+
+def inputs_of(block: Block, table: Tensor, ids: Tensor, counts: tuple[Tensor, Tensor], max_context: int) -> Inputs:
+    """Inputs whose values are those of *block* at each replay. *counts*: of `counts_of`."""
+    each, order = counts
     return Inputs(
         ids=ids,
         positions=block.positions,
@@ -183,28 +190,31 @@ def _capture(m: Machine, device: Donated[Device], size: int, pool: Any) -> tuple
     block = lay_out(host.to(where), size)
     ids = torch.zeros(size, dtype=torch.int64, device=where)
     chosen = torch.zeros((2, size), dtype=torch.int64, device=where)
+    counts = counts_of(size, where)
     graph = torch.cuda.CUDAGraph()
     side, here = torch.cuda.Stream(where), torch.cuda.current_stream(where)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        _, device = _step(m, device, block, ids, chosen)  # compiles kernels, chooses cuBLAS algorithms
+        _, device = _step(m, device, block, ids, counts, chosen)  # compiles kernels, chooses cuBLAS algorithms
         side.synchronize()
         graph.capture_begin(pool=pool)  # not torch.cuda.graph(), which collects garbage each time
         try:
-            logits_RV, device = _step(m, device, block, ids, chosen)
+            logits_RV, device = _step(m, device, block, ids, counts, chosen)
         finally:
             graph.capture_end()
     here.wait_stream(side)
-    return Captured(graph, block, logits_RV, chosen, bindings(device)), device
+    return Captured(graph, block, logits_RV, chosen, bindings(device), counts), device
 
 
-def _step(m: Machine, device: Donated[Device], block: Block, ids: Tensor, chosen: Tensor) -> tuple[Tensor, Device]:
+def _step(
+    m: Machine, device: Donated[Device], block: Block, ids: Tensor, counts: tuple[Tensor, Tensor], chosen: Tensor
+) -> tuple[Tensor, Device]:
     """What a graph holds: table entries and inputs, forward, sampling, last tokens. Logits, device."""
     from agentinfer.ops.kernels.step import begin, hand_over
 
     kv, last = device.kv, device.last
     begin(block.entries, kv.table, block.inputs, block.rows, last, ids)
-    x = inputs_of(block, kv.table, ids, m.limits.max_model_len)
+    x = inputs_of(block, kv.table, ids, counts, m.limits.max_model_len)
     logits_RV, kv = decode_step(m, kv, x)
     if m.ops.sample_rows is not None:
         sampled = torch.empty_like(chosen)

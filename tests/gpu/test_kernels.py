@@ -170,6 +170,8 @@ LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
         None, AttendTile(1, 32, 2, 2), AttendTile(8, 32, 2, 2), AttendTile(32, 64, 4, 3),
         AttendTile(1, 32, 2, 3, ahead=True), AttendTile(1, 64, 2, 3, early=False, ahead=True),
         AttendTile(4, 64, 2, 2, 128, registers=168, whole=3), AttendTile(8, 32, 2, 3, ahead=True),
+        AttendTile(1, 64, 2, 2, registers=168, even=6), AttendTile(1, 64, 4, 3, ahead=True, even=2),
+        AttendTile(1, 32, 2, 2, 96, even=1),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", HEADS)

@@ -53,6 +53,9 @@ class AttendTile:
     registers: int = 0
     """Most registers a thread, so that more programs fit a multiprocessor; 0: as many as the compiler likes. (Those
     that split take 212, so 4 programs fit; 168 make it 6, and nothing spills.)"""
+    even: int = 0
+    """So many programs a multiprocessor share all keys of all rows evenly, *least* keys or more each (`attend_even`);
+    *splits*, *early* and *whole* do not matter then. 0: a program has one row and KV head, or a split of them."""
 
 
 GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
