@@ -13,7 +13,6 @@ from agentinfer.errors import GraphBinding, InvalidSetting
 from agentinfer.graphs import (
     LEAD,
     Block,
-    banning,
     block_words,
     bucket_of,
     bucket_sizes,
@@ -24,12 +23,14 @@ from agentinfer.graphs import (
     num_entries,
 )
 from agentinfer.ops.inputs import host_rows
+from agentinfer.sampling import edited
 from agentinfer.state.admit import arrive
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import initial
+from agentinfer.state.ids import Row, SeqId
 from agentinfer.state.limits import Limits
-from agentinfer.state.plan import Plan, SamplingColumns, sampled
+from agentinfer.state.plan import Edit, Plan, SamplingColumns, sampled
 from agentinfer.state.policy import POLICIES
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import schedule
@@ -115,21 +116,20 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     assert sum(x.numel() * x.itemsize for x in pieces) == (whole.numel() - LEAD) * 4
 
 
-def test_rows_with_banned_ids_are_not_filtered_by_a_graph() -> None:
-    """Their logits must still be whole when they are sampled once more; other rows keep their filters."""
+def test_samples_that_are_edited_are_greedy_in_a_graph() -> None:
+    """They are chosen once more after it, and need their logits whole; other rows keep their parameters."""
     plan = decode_plan([3, 5, 4])
     params = plan.sampling.params.copy()
-    params["top_k"], params["top_p"], params["min_p"] = 7, 0.5, 0.25
-    plan = evolve(plan, sampling=SamplingColumns(params, plan.sampling.index, ((1, (4, 9)),)))
+    params["temperature"], params["top_k"], params["top_p"], params["min_p"] = 2, 7, 0.5, 0.25
+    edits = (Edit(2, Row(int(plan.rows[2])), SeqId(2), Request((1,), SamplingParams(presence_penalty=1))),)
+    plan = evolve(plan, sampling=SamplingColumns(params, plan.sampling.index, ((1, (4, 9)),)), edits=edits)
     block = lay_out(torch.zeros(block_words(3), dtype=torch.int32), 3)
     fill(block, plan, np.empty(0, np.int32), np.empty(0, np.int32))
     there = block.params.numpy()[np.argsort(block.places.numpy())].view(PARAMS).reshape(-1)
-    assert there["top_k"].tolist() == [7, 0, 7]
-    assert there["top_p"].tolist() == [0.5, 1, 0.5]
-    assert there["min_p"].tolist() == [0.25, 0, 0.25]
+    assert there["temperature"].tolist() == [2, 0, 0]
     assert there["seed"].tolist() == params["seed"].tolist()
-    assert banning(plan).tolist() == [1]
-    assert params["top_k"].tolist() == [7, 7, 7]
+    assert params["temperature"].tolist() == [2, 2, 2]
+    assert edited(plan) == ((1, 2), ())
 
 
 def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agentinfer.state.columns import Columns
     from agentinfer.state.commit import commit, flush
     from agentinfer.state.engine import EngineState, digest, has_work, initial, status, tokens_of
-    from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
+    from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped
     from agentinfer.state.history import Forecast, Moment, diff, ended, explain, fold, forecast, replay, rewind, step
     from agentinfer.state.ids import BlockId, Row, SeqId
     from agentinfer.state.limits import Limits
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from agentinfer.state.schedule import full_tables, rebase, schedule
     from agentinfer.state.sequence import Finished, Running, Waiting
     from agentinfer.state.trace import Trace, encode_event, encode_header, read_trace, verify
-    from agentinfer.steps import Device, Flight, Machine, decode_step, land, launch, prefill_step
+    from agentinfer.steps import Device, Flight, Machine, decode_step, finish, land, launch, prefill_step
     from agentinfer.text import Text, chat, decode, encode, load_text
 
 __version__: Final = "0.1.0"
@@ -65,7 +65,7 @@ _NAMES: Final = MappingProxyType(
         "state.blocks": "BlockPool",
         "state.logprobs": "TokenLogprobs",
         "state.plan": "Output Plan Sampled SamplingColumns sampled",
-        "state.event": "Aborted Arrived Event Failed Forked Landed Stepped Stopped",
+        "state.event": "Aborted Arrived Event Failed Forked Landed Raised Stepped Stopped",
         "state.engine": "EngineState digest has_work initial status tokens_of",
         "state.admit": "abort arrive fits fork validate",
         "state.policy": "POLICIES Policy Turn reserve throughput",
@@ -80,7 +80,7 @@ _NAMES: Final = MappingProxyType(
         "ops.provide": "Ops reference",
         "ops.sample": "sample",
         "models.model": "Model load_model read_config",
-        "steps": "Device Flight Machine decode_step land launch prefill_step",
+        "steps": "Device Flight Machine decode_step finish land launch prefill_step",
         "build": "Settings",
         "memory": "MemoryPlan memory_plan",
         "find": "find_model",
@@ -128,6 +128,7 @@ __all__ = [
     "Output",
     "Plan",
     "Policy",
+    "Raised",
     "RankLost",
     "Ranks",
     "Request",
@@ -166,6 +167,7 @@ __all__ = [
     "ended",
     "explain",
     "find_model",
+    "finish",
     "fits",
     "flush",
     "fold",

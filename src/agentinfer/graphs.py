@@ -18,12 +18,13 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
-from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, put, table_entries
+from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
-from agentinfer.ops.sample import subset, unfiltered, words
-from agentinfer.state.ids import I32, I64
+from agentinfer.ops.sample import idle, words
+from agentinfer.sampling import Late, count_chosen, edited, pass_on
+from agentinfer.state.ids import I32, ints
 from agentinfer.state.plan import Plan
-from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
+from agentinfer.steps import Device, Flight, Machine, decode_step, rows_of, take_off, write_edited
 
 PARAMS_WORDS = 8
 LEAD = 4
@@ -89,24 +90,19 @@ def lay_out(whole: Tensor, rows: int) -> Block:
     )  # fmt: skip
 
 
-def banning(plan: Plan) -> I64:
-    """Which samples of *plan* have banned ids: no graph knows of those, so they are sampled once more after it."""
-    return np.array([row for row, _ in plan.sampling.banned], np.int64)
-
-
 def fill(block: Block, plan: Plan, where: I32, blocks: I32) -> None:
     """Write *plan* (one position a row) into *block* (on the host), and the table entries. Rows left over are padding:
     row 0, position 0, one key, the sink's slot.
 
     Rows with most keys come first: attention begins with them, so that no long one is left when all others are done.
-    Rows with banned ids ask for no filters, which would take their logits away before they are sampled once more.
+    Samples whose logits are edited, which no graph can do, are greedy here: they are chosen once more after it.
     """
     n = len(plan.rows)
     order = np.argsort(-plan.context, kind="stable")
     block.whole.zero_()
     for target, values in (
         (block.positions, plan.start), (block.slots, plan.slots), (block.rows, plan.rows), (block.inputs, plan.inputs),
-        (block.index, plan.sampling.index), (block.params, words(unfiltered(plan.sampling, banning(plan)))),
+        (block.index, plan.sampling.index), (block.params, words(idle(plan.sampling, sum(edited(plan), ())))),
     ):  # fmt: skip
         target.numpy()[:n] = values[order]
     places = block.places.numpy()
@@ -257,24 +253,19 @@ def replay(
     fill(sent, plan, where.astype(np.int32), blocks)
     captured.block.whole.copy_(sent.whole, non_blocking=True)
     captured.graph.replay()
-    if len(which := banning(plan)):
-        _again(m, captured, device.last, plan, which, sent.places.numpy()[:rows])
-    return take_off(plan, captured.chosen), Device(holding(kv, plan.step), device.last)
+    now, late = edited(plan)
+    last, tables, chosen = device.last, device.edits, captured.chosen
+    if not now and not late:
+        return take_off(plan, chosen), Device(holding(kv, plan.step), last, tables)
+    at = np.argsort(sent.places.numpy()[:rows])  # the graph's row of each of the plan's
+    if now:
+        write_edited(m, tables, plan, now, rows_of(captured.logits_RV, ints(at[list(now)])), chosen)
+        last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
+    waiting = Late(late, rows_of(captured.logits_RV, ints(at[list(late)])), chosen) if late else None
+    return take_off(plan, chosen, waiting), Device(holding(kv, plan.step), last, tables)
 
 
 def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCache:
     """Do eagerly, before a replay, what does not fit its block: many table entries, block copies."""
     apply_entries(kv.table, where, blocks)
     return copy_blocks(kv, plan.copies) if plan.copies else kv
-
-
-def _again(m: Machine, captured: Captured, last: Tensor, plan: Plan, which: I64, places: I32) -> None:
-    """Sample the rows *which* of the plan once more, without their banned ids, over what the graph chose for them.
-    *places*: which row of the plan each of the graph is.
-    """
-    graph_rows = np.empty(len(places), np.int64)
-    graph_rows[places] = np.arange(len(places))
-    there = put(np.stack((which, graph_rows[which])), last.device)
-    tokens, ok = m.ops.sample(captured.logits_RV.index_select(0, there[1]), subset(plan.sampling, which))
-    captured.chosen.index_copy_(1, there[0], torch.stack((tokens, ok.to(tokens.dtype))))
-    last.index_copy_(0, captured.block.rows.index_select(0, there[1]), tokens.to(last.dtype))

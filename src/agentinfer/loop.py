@@ -6,14 +6,16 @@ import sys
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from attrs import define, evolve, field, frozen
 
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
-from agentinfer.ops.kv import renew
+from agentinfer.ops.kv import Donated, renew
 from agentinfer.result import (
     Completion,
     Note,
@@ -32,10 +34,11 @@ from agentinfer.result import (
     stopped,
     token_ids,
 )
+from agentinfer.sampling import Processor
 from agentinfer.state.admit import validate
 from agentinfer.state.commit import flush
-from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped
+from agentinfer.state.engine import EngineState, find_running, has_work, initial, live, tokens_of
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, seal
 from agentinfer.state.logprobs import TokenLogprobs
@@ -45,7 +48,7 @@ from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
 from agentinfer.state.speculate import accept
-from agentinfer.steps import Device, Flight, Machine, land, launch
+from agentinfer.steps import Device, Flight, Machine, finish, land, launch
 from agentinfer.text import Text, eos_union, load_text
 
 
@@ -82,9 +85,30 @@ def advance(m: Machine, world: World, events: Iterable[Event] = (), note: Note =
             launched = None
     if flight is not None:
         state, output = settle(state, flight, note)
+    if launched is not None and launched.late is not None:  # all tokens before its samples are known now
+        state, launched, device = _finish(m, state, launched, device, note)
     if output is None:
         state, output = flush(state)
     return World(state, device, launched), output
+
+
+def _finish(
+    m: Machine, state: EngineState, flight: Flight, device: Donated[Device], note: Note
+) -> tuple[EngineState, Flight | None, Device]:
+    """Have the host see to the logits that wait for it; what that raised ends its sequence. *Donates* device."""
+    finished, device, broken = finish(m, device, flight, partial(_tokens_if_live, state))
+    events: list[Event] = [Raised(seq, reason) for seq, reason in broken]
+    if isinstance(finished, Failed):
+        events.append(finished)
+        finished = None
+    for event in events:
+        state = fold(state, (event,))
+        note(event, state)
+    return state, finished, device
+
+
+def _tokens_if_live(state: EngineState, seq: SeqId) -> tuple[int, ...] | None:
+    return None if find_running(state, seq) is None else tokens_of(state, seq)
 
 
 def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[EngineState, Output | None]:
@@ -286,9 +310,14 @@ def _tell(engine: Engine) -> None:
 
 
 def open_engine(
-    folder: str | Path, settings: Settings | None = None, policy: Policy | None = None, note: Note = silent
+    folder: str | Path,
+    settings: Settings | None = None,
+    policy: Policy | None = None,
+    note: Note = silent,
+    processors: Mapping[str, Processor] = MappingProxyType({}),
 ) -> Engine:
     """An engine for the model in *folder* (see find_model). *policy*: a function of yours instead of the named one.
+    *processors*: functions of yours on logits, by the name that requests give (see agentinfer.sampling).
 
     Raises CheckpointError for what is wrong with the folder, InvalidSetting for what is wrong with the settings.
     """
@@ -297,7 +326,7 @@ def open_engine(
         raise CheckpointError(f"{folder}: no such folder; find_model gives the folder of a hub id, and of 'demo'")
     text = load_text(folder)
     machine, device = build(folder, Settings() if settings is None else settings, eos_union((), text), policy)
-    return start(machine, device, text, note)
+    return start(evolve(machine, host=evolve(machine.host, processors=processors)), device, text, note)
 
 
 def start(machine: Machine, device: Device, text: Text | None = None, note: Note = silent) -> Engine:
@@ -446,6 +475,10 @@ def check(engine: Engine, request: Request) -> None:
     validate(engine.machine.limits, request)
     if request.params.stop and engine.text is None:
         raise InvalidRequest("stop", "is text, but the checkpoint has no tokenizer; give stop_token_ids")
+    for name in request.params.logits_processors:
+        if name not in engine.machine.host.processors:
+            there = ", ".join(engine.machine.host.processors) or "none"
+            raise InvalidRequest("logits_processors", f"{name!r} is none that the engine was opened with ({there})")
 
 
 def _bar(total: int, progress: bool | None):  # noqa: ANN202 - tqdm's own class, which has no stubs

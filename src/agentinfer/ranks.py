@@ -42,7 +42,7 @@ from agentinfer.state.history import fold
 from agentinfer.state.plan import plan_digest
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.trace import decode_event, encode_event
-from agentinfer.steps import Device, Flight, Machine, launch
+from agentinfer.steps import Device, Flight, Machine, finish, launch
 from agentinfer.text import eos_union, load_text
 
 Turn = Mapping[str, Any]
@@ -112,7 +112,10 @@ def follow(m: Machine, device: Device, turns: Iterable[Turn], pulse: Pulse) -> E
             flight, device = launch(m, device, rebase(state, plan, device.kv.step))
             if isinstance(flight, Failed):
                 raise AgentInferError(flight.reason)
-            flights.append(flight)
+            finished, device, _ = finish(m, device, flight, lambda _seq: None)  # rank 0 knows, and tells
+            if isinstance(finished, Failed):
+                raise AgentInferError(finished.reason)
+            flights.append(finished)
         state, _ = flush(state)
     raise RankLost("rank 0 told no end")
 

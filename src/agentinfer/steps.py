@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from agentinfer.models.model import Model
 from agentinfer.ops.comm import Ranks
-from agentinfer.ops.inputs import Inputs, remember, stage
+from agentinfer.ops.edit import EditTables, no_tables, tell
+from agentinfer.ops.inputs import Inputs, put, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
 from agentinfer.ops.provide import Ops
+from agentinfer.ops.sample import idle
+from agentinfer.sampling import Broken, Host, Late, Ready, ask_host, choose_edited, count_chosen, edited, pass_on
 from agentinfer.state.event import Failed
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
@@ -29,6 +33,8 @@ class Device:
     kv: KvCache
     last: Tensor
     """[rows + 1] int64: the last token that each row sampled."""
+    edits: EditTables | None = None
+    """What it was told of rows whose logits are edited; None: of none yet."""
 
 
 @frozen(eq=False)
@@ -42,6 +48,8 @@ class Flight:
     """[S] int64, as tokens_S: 0 where the logits were not finite."""
     done: torch.cuda.Event | None
     """Happens when the tokens are there; None: they are."""
+    late: Late | None = None
+    """Samples that wait for the host: their tokens, and with them all others, come once `finish` has chosen them."""
 
 
 Replay = Callable[[Donated[Device], Plan], tuple[Flight, Device] | None]
@@ -63,6 +71,8 @@ class Machine:
     """Plan the next step before this one's tokens are known."""
     replay: Replay | None = None
     """Runs the plans that it has a captured graph for (graphs.capture made it); None: every step is eager."""
+    host: Host = field(factory=Host)
+    """What can be done to logits on the host."""
 
 
 def prefill_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, KvCache]:
@@ -78,10 +88,13 @@ def decode_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, Kv
 def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Failed, Device]:
     """Put *plan* on the device's stream; wait for nothing. *Donates* device; the one returned is always live.
 
-    What a step raises comes back as the Failed event of its sequences. Among several ranks it is raised: what one rank
-    can not do, the others have begun.
+    Where samples wait for the host (Flight.late), call `finish` next. What a step raises comes back as the Failed event
+    of its sequences. Among several ranks it is raised: what one rank can not do, the others have begun.
     """
     try:
+        if plan.told:
+            known = no_tables(m.limits.vocab_size, m.ranks.device) if device.edits is None else device.edits
+            device = evolve(device, edits=tell(known, plan.told))
         replayed = m.replay(device, plan) if m.replay is not None else None
         return _eager(m, device, plan) if replayed is None else replayed
     except Exception as error:
@@ -94,21 +107,82 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     x, kv = stage(plan, device.kv, device.last)
     step = decode_step if x.max_query == 1 else prefill_step
     logits_SV, kv = step(m, kv, x)
-    chosen = _choose(m, logits_SV, plan)
-    return take_off(plan, chosen), Device(kv, remember(device.last, x, chosen[0]))
+    now, late = edited(plan)
+    chosen = _choose(m, logits_SV, plan, device.edits, now, late)
+    tables = count_chosen(device.edits, plan, now, chosen) if now else device.edits
+    waiting = Late(late, rows_of(logits_SV, late), chosen) if late else None
+    return take_off(plan, chosen, waiting), Device(kv, remember(device.last, x, chosen[0]), tables)
 
 
-def _choose(m: Machine, logits_SV: Tensor, plan: Plan) -> Tensor:
-    """[2, S] int64: tokens, ok. Rank 0 decides for all."""
+def _choose(
+    m: Machine, logits_SV: Tensor, plan: Plan, tables: EditTables | None, now: tuple[int, ...], late: tuple[int, ...]
+) -> Tensor:
+    """[2, S] int64: tokens, ok; of the samples *late* nothing yet. Rank 0 decides for all."""
     tp = m.ranks.tp
     if tp.rank:
         return tp.broadcast(torch.zeros(2, len(plan.samples), dtype=torch.int64, device=logits_SV.device))
-    tokens_S, ok_S = m.ops.sample(logits_SV, plan.sampling)
-    return tp.broadcast(torch.stack((tokens_S, ok_S.to(tokens_S.dtype))))
+    tokens_S, ok_S = m.ops.sample(logits_SV, idle(plan.sampling, (*now, *late)))
+    chosen = torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))
+    if now:
+        write_edited(m, tables, plan, now, rows_of(logits_SV, now), chosen)
+    return tp.broadcast(chosen)
 
 
-def take_off(plan: Plan, chosen: Tensor) -> Flight:
-    """The flight of *plan*, which chose [2, S or more] int64: tokens, ok. Starts their way to the host."""
+def rows_of(logits: Tensor, which: Sequence[int]) -> Tensor:
+    """A copy of the rows *which*, [P, V]."""
+    return logits.index_select(0, put(np.array(which, np.int64), logits.device))
+
+
+def write_edited(
+    m: Machine,
+    tables: EditTables | None,
+    plan: Plan,
+    which: tuple[int, ...],
+    logits_PV: Donated[Tensor],
+    chosen: Donated[Tensor],
+    ready: Mapping[int, Ready] = MappingProxyType({}),
+) -> list[Broken]:
+    """Choose the samples *which*, whose raw *logits* these are, after their edits, and write that into *chosen* ([2, S
+    or more] int64: tokens, ok). What of it raised. *Donates* logits and chosen.
+    """
+    found, broken = choose_edited(m.ops.sample, tables, plan, which, logits_PV, m.host, ready)
+    chosen.index_copy_(1, put(np.array(which, np.int64), chosen.device), found)
+    return broken
+
+
+def finish(
+    m: Machine, device: Donated[Device], flight: Flight, known: Callable[[SeqId], tuple[int, ...] | None]
+) -> tuple[Flight | Failed, Device, list[Broken]]:
+    """Choose the samples of *flight* that wait for the host; what of it raised. *Donates* device.
+
+    *known*: all tokens of a live sequence, that of the step before this one included; None: it has ended, and its token
+    does not matter. Rank 0 alone asks it. What the device raises comes back as in `launch`.
+    """
+    late, tp, plan = flight.late, m.ranks.tp, flight.plan
+    if late is None:
+        return flight, device, []
+    try:
+        broken: list[Broken] = []
+        if tp.rank == 0:
+            waiting = [edit for edit in plan.edits if edit.sample in late.which]
+            ready, broken = ask_host(m.host, waiting, known)
+            broken += write_edited(m, device.edits, plan, late.which, late.logits_PV, late.chosen, ready)
+        chosen = tp.broadcast(late.chosen)
+        tables = count_chosen(device.edits, plan, late.which, chosen)
+        last = pass_on(device.last, plan, late.which, chosen)
+        return take_off(plan, chosen), Device(device.kv, last, tables), broken
+    except Exception as error:
+        if tp.size > 1:
+            raise
+        return failed(plan, error), evolve(device, kv=renew(device.kv, f"the step {plan.step} that failed")), []
+
+
+def take_off(plan: Plan, chosen: Tensor, late: Late | None = None) -> Flight:
+    """The flight of *plan*, which chose [2, S or more] int64: tokens, ok. Starts their way to the host, unless some are
+    *late*.
+    """
+    if late is not None:
+        return Flight(plan, chosen[0], chosen[1], None, late)
     count, done = len(plan.samples), None
     if chosen.is_cuda:
         here = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
@@ -119,7 +193,9 @@ def take_off(plan: Plan, chosen: Tensor) -> Flight:
 
 
 def land(flight: Flight) -> Sampled | Failed:
-    """Wait for the tokens of *flight*: the only wait of a step."""
+    """Wait for the tokens of *flight*: the only wait of a step. Raises ValueError if it is still to be finished."""
+    if flight.late is not None:
+        raise ValueError(f"step {flight.plan.step} has samples that wait for the host: call finish first")
     try:
         if flight.done is not None:
             flight.done.synchronize()

@@ -15,7 +15,7 @@ SamplingColumns; S samples, V vocabulary. Greedy rows never leave the device; th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -205,13 +205,15 @@ def needs_filters(s: SamplingColumns, vocab_size: int) -> I64:
     return np.flatnonzero(asked)
 
 
-def unfiltered(s: SamplingColumns, which: I64) -> SamplingColumns:
-    """*s*, of which the samples *which* ask for no top-k, top-p or min-p."""
-    if not len(which):
-        return s
-    params = s.params.copy()
-    params["top_k"][which], params["top_p"][which], params["min_p"][which] = 0, 1, 0
-    return SamplingColumns(params, s.index, s.banned)
+def idle(s: SamplingColumns, which: Sequence[int]) -> SamplingColumns:
+    """*s*, of which the samples *which*, to be chosen later, are greedy with nothing banned: nothing is cheaper, and
+    their logits are not written.
+    """
+    params = s.params
+    if which:
+        params = s.params.copy()
+        params["temperature"][list(which)] = 0
+    return SamplingColumns(params, s.index, ())
 
 
 def subset(s: SamplingColumns, which: I64) -> SamplingColumns:

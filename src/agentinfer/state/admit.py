@@ -14,7 +14,7 @@ from agentinfer.state.engine import EngineState, find_running, find_waiting, kno
 from agentinfer.state.ids import BlockId, SeqId, cdiv, ints, seal, tupled
 from agentinfer.state.limits import Limits
 from agentinfer.state.log import Queue
-from agentinfer.state.request import Request, SamplingParams, check_seeds
+from agentinfer.state.request import Request, SamplingParams, bad_tokens, check_seeds
 from agentinfer.state.sequence import Finished, FinishReason, Running, Waiting
 
 
@@ -64,7 +64,7 @@ def validate(limits: Limits, request: Request) -> None:
 
 def _check_logits(limits: Limits, params: SamplingParams) -> None:
     """Refuse token ids that no logit has, and what leaves nothing to choose. Raises InvalidRequest naming the field."""
-    words = [given for given in params.bad_words if not isinstance(given, str)]
+    words = bad_tokens(params)
     if len(words) < len(params.bad_words):
         text = next(given for given in params.bad_words if isinstance(given, str))
         raise InvalidRequest("bad_words", f"{text!r} is text, but there is no tokenizer here; give token ids")

@@ -81,4 +81,12 @@ class Failed:
     reason: str
 
 
-Event = Arrived | Aborted | Stopped | Forked | Stepped | Landed | Failed
+@frozen
+class Raised:
+    """What `seq` asked the host to do with its logits raised: it ends with the error."""
+
+    seq: SeqId
+    reason: str
+
+
+Event = Arrived | Aborted | Stopped | Forked | Stepped | Landed | Failed | Raised

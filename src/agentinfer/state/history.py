@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from agentinfer.state.admit import abort, arrive, fail, fork, release, stop
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import EngineState, find_running, find_waiting, initial, known_tokens
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Output, Plan, sampled
@@ -47,6 +47,8 @@ def fold(state: EngineState, events: Iterable[Event]) -> EngineState:
                     state, _ = fork(state, seq, len(seeds), seeds)
             case Failed(_, seqs, reason):
                 state = fail(state, seqs, reason)
+            case Raised(seq, reason):
+                state = fail(state, (seq,), reason)
             case _:
                 raise TypeError(f"{event!r} is no event of a state alone")
     return state

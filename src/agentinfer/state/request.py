@@ -196,6 +196,11 @@ class SamplingParams:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
 
 
+def bad_tokens(params: SamplingParams) -> list[tuple[int, ...]]:
+    """The token sequences among the bad words."""
+    return [words for words in params.bad_words if not isinstance(words, str)]
+
+
 def biased(params: SamplingParams) -> bool:
     """Whether what is added to the logits is known from the start: a bias, or ids that are never chosen."""
     return bool(params.logit_bias) or params.allowed_token_ids is not None or bool(params.bad_words)
@@ -213,7 +218,7 @@ def edits_logits(params: SamplingParams) -> bool:
 
 def needs_host(params: SamplingParams) -> bool:
     """Whether the logits of a token can not be edited before the host knows the token before."""
-    return bool(params.logits_processors) or any(len(words) > 1 for words in params.bad_words)
+    return bool(params.logits_processors) or any(len(words) > 1 for words in bad_tokens(params))
 
 
 @frozen

@@ -1,0 +1,136 @@
+"""Logits before temperature: bias, bans, masks, penalties; and what a device remembers of the rows that ask for them.
+
+Every function writes the logits it is given, and they are float32. The order in which they are called is that of
+agentinfer.sampling. P samples that are edited, V vocabulary, N rows of a table, places: which of the P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.ops.inputs import put
+from agentinfer.ops.kv import Donated
+from agentinfer.state.ids import I32
+from agentinfer.state.plan import Told
+from agentinfer.state.request import SamplingParams, bad_tokens, biased, penalised
+
+
+@frozen(eq=False)
+class EditTables:
+    """What is known of rows whose logits are edited. Each table has as many rows as were needed so far."""
+
+    bias: Tensor
+    """[N, V] float32, added to the logits; -inf where a token is never chosen."""
+    counts: Tensor
+    """[N, V] int32: twice the number of times that a token is in the output, and 1 more if it is in the prompt."""
+    penalties: Tensor
+    """[N, 3] float32: presence, frequency, repetition."""
+
+
+def no_tables(vocab_size: int, device: torch.device) -> EditTables:
+    """The tables of a device on which no row has asked for anything."""
+    return EditTables(
+        torch.empty((0, vocab_size), dtype=torch.float32, device=device),
+        torch.empty((0, vocab_size), dtype=torch.int32, device=device),
+        torch.empty((0, 3), dtype=torch.float32, device=device),
+    )
+
+
+def tell(tables: Donated[EditTables], told: Sequence[Told]) -> EditTables:
+    """Write down what is *told* of rows. *Donates* tables."""
+    for row, params, one in ((one.row, one.request.params, one) for one in told):
+        if biased(params):
+            tables = evolve(tables, bias=_grown(tables.bias, row))
+            tables.bias[row].copy_(put(bias_of(params, tables.bias.shape[1]), tables.bias.device))
+        if penalised(params):
+            tables = evolve(tables, counts=_grown(tables.counts, row), penalties=_grown(tables.penalties, row))
+            known = counts_of(one.tokens, len(one.request.prompt), tables.counts.shape[1])
+            tables.counts[row].copy_(put(known, tables.counts.device))
+            asked = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+            tables.penalties[row].copy_(put(np.array(asked, np.float32), tables.counts.device))
+    return tables
+
+
+def _grown(table: Tensor, row: int) -> Tensor:
+    """*table* with *row* in it; it doubles, so that growing is rare."""
+    if row < len(table):
+        return table
+    larger = table.new_zeros((max(row + 1, 2 * len(table)), table.shape[1]))
+    larger[: len(table)].copy_(table)
+    return larger
+
+
+def bias_of(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.float32]:
+    """What *params* add to the logits of every token: their bias, and -inf for what is never chosen. [V] float32."""
+    bias = np.zeros(vocab_size, np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[list(params.allowed_token_ids)] = 0
+    for token, value in params.logit_bias:
+        bias[token] += np.float32(value)
+    bias[[words[0] for words in bad_tokens(params) if len(words) == 1]] = -np.inf
+    return bias
+
+
+def counts_of(tokens: Sequence[int], prompt: int, vocab_size: int) -> I32:
+    """[V] as in EditTables.counts, of *tokens* of which the first *prompt* are the prompt."""
+    counts = 2 * np.bincount(np.array(tokens[prompt:], np.int64), minlength=vocab_size)
+    counts[list(tokens[:prompt])] += 1
+    return counts.astype(np.int32)
+
+
+def add_bias(logits_PV: Donated[Tensor], tables: EditTables, places: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Add the bias of *rows*. *Donates* logits."""
+    at = put(np.array((places, rows), np.int64), logits_PV.device)
+    return logits_PV.index_add_(0, at[0], tables.bias.index_select(0, at[1]))
+
+
+def ban(logits_PV: Donated[Tensor], places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Set token tokens[i] of sample places[i] to -inf. *Donates* logits."""
+    at = put(np.array((places, tokens), np.int64), logits_PV.device)
+    return logits_PV.index_put_((at[0], at[1]), logits_PV.new_tensor(float("-inf")))
+
+
+def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Tensor:
+    """Set to -inf what has no bit in the *words* of its sample: token i is bit i % 32 of word i // 32. *Donates*
+    logits.
+
+    Raises ValueError for another number of words than the vocabulary needs.
+    """
+    device, vocabulary = logits_PV.device, logits_PV.shape[1]
+    if words_MW.shape != (len(places), -(-vocabulary // 32)):
+        raise ValueError(f"masks of shape {words_MW.shape} for {len(places)} samples of {vocabulary} tokens")
+    ids = torch.arange(vocabulary, dtype=torch.int32, device=device)
+    words = put(words_MW, device).repeat_interleave(32, 1)[:, :vocabulary]
+    forbidden = ((words >> (ids & 31)) & 1) == 0
+    at = put(np.array(places, np.int64), device)
+    return logits_PV.index_copy_(0, at, logits_PV.index_select(0, at).masked_fill_(forbidden, float("-inf")))
+
+
+def penalise(logits_PV: Donated[Tensor], tables: EditTables, places: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Apply the penalties of *rows*, by the tokens that are counted there. *Donates* logits.
+
+    First repetition: the logit of a token in prompt or output is divided by it, or multiplied if negative. Then, for
+    tokens in the output, frequency times their number and presence are taken off.
+    """
+    at = put(np.array((places, rows), np.int64), logits_PV.device)
+    logits = logits_PV.index_select(0, at[0])
+    counts = tables.counts.index_select(0, at[1])
+    presence, frequency, repetition = tables.penalties.index_select(0, at[1]).unsqueeze(-1).unbind(1)
+    logits = torch.where(counts > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    number = counts >> 1
+    logits -= frequency * number + presence * (number > 0)
+    return logits_PV.index_copy_(0, at[0], logits)
+
+
+def count(tables: Donated[EditTables], rows: Sequence[int], tokens_P: Tensor) -> EditTables:
+    """Count the token that each of *rows*, which are distinct, has sampled. *Donates* tables."""
+    at = put(np.array(rows, np.int64), tokens_P.device)
+    tables.counts.index_put_((at, tokens_P), tables.counts.new_tensor(2), accumulate=True)
+    return tables

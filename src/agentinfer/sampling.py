@@ -1,0 +1,178 @@
+"""From the logits of a step to its tokens: which samples are edited before temperature, how, who waits for the host.
+
+The order is fixed: raw logits, then bias (with the ids that are never chosen), bans (end tokens before min_tokens, what
+would complete a bad word), masks, penalties, processors, and then what ops.sample does: temperature, top-k, top-p,
+min-p, the choice. docs/design/sampling.md has the reasons. Knows plans and logits, and no engine's state.
+
+Shapes: S samples, P of them edited, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from agentinfer.ops.edit import EditTables, add_bias, ban, count, mask, penalise
+from agentinfer.ops.inputs import put
+from agentinfer.ops.kv import Donated
+from agentinfer.ops.sample import Sample, subset
+from agentinfer.state.ids import I32, SeqId
+from agentinfer.state.plan import Edit, Plan
+from agentinfer.state.request import Request, bad_tokens, biased, needs_host, penalised
+
+Processor = Callable[[Sequence[int], Tensor], Tensor]
+"""A user's own (token_ids, logits_V) -> logits_V: prompt and output so far, and the logits of the next token, float32
+on their device, which it may write. Called once a token of each request that names it."""
+Mask = Callable[[SeqId, Request, tuple[int, ...]], I32 | None]
+"""(sequence, request, tokens so far) -> which tokens may come next: [V / 32, rounded up] int32, token i being bit
+i % 32 of word i // 32; None: any. What it gives depends on the request and the tokens alone, so that a forked,
+preempted or rewound sequence goes on as it would have; the sequence's id is a hint for what it remembers."""
+
+
+@frozen(eq=False)
+class Host:
+    """What the host does to logits once the token before is known. Chosen once, with the machine."""
+
+    processors: Mapping[str, Processor] = MappingProxyType({})
+    """By the name that requests give."""
+    mask: Mask | None = None
+
+
+@frozen(eq=False)
+class Late:
+    """Samples of a step that wait for the host."""
+
+    which: tuple[int, ...]
+    """Ascending."""
+    logits_PV: Tensor
+    """Theirs, raw; a copy that nobody else has."""
+    chosen: Tensor
+    """[2, S or more] int64 of the step: tokens, ok. Theirs are still to come."""
+
+
+@frozen
+class Ready:
+    """What the host found out about one of the samples that waited for it."""
+
+    tokens: tuple[int, ...]
+    """Prompt and output, all of it."""
+    banned: tuple[int, ...]
+    words: I32 | None
+    """Of its mask."""
+
+
+Broken = tuple[SeqId, str]
+"""A sequence for which something that its request asked for raised, and what."""
+
+
+def edited(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The samples whose logits are edited, ascending: those that the device alone can edit, those that wait for the
+    host.
+    """
+    if not plan.edits and not plan.sampling.banned:
+        return (), ()
+    late = tuple(edit.sample for edit in plan.edits if needs_host(edit.request.params))
+    asked = {edit.sample for edit in plan.edits} | {sample for sample, _ in plan.sampling.banned}
+    return tuple(sorted(asked.difference(late))), late
+
+
+def completing(words: Sequence[Sequence[int]], output: Sequence[int]) -> Iterator[int]:
+    """The tokens that would complete one of *words*, each of more than one token, at the end of *output*."""
+    for tokens in words:
+        before = len(tokens) - 1
+        if before and tuple(output[-before:]) == tuple(tokens[:-1]):
+            yield tokens[-1]
+
+
+def ask_host(
+    host: Host, edits: Sequence[Edit], known: Callable[[SeqId], tuple[int, ...] | None]
+) -> tuple[dict[int, Ready], list[Broken]]:
+    """What the host has to say about the samples of *edits*. *known*: the tokens of a sequence; None: it has ended."""
+    ready: dict[int, Ready] = {}
+    broken: list[Broken] = []
+    for edit in edits:
+        tokens, params = known(edit.seq), edit.request.params
+        if tokens is None:
+            continue
+        banned = tuple(completing(bad_tokens(params), tokens[len(edit.request.prompt) :]))
+        try:
+            bits = None if host.mask is None else host.mask(edit.seq, edit.request, tokens)
+        except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
+            broken.append((edit.seq, f"{type(error).__name__}: {error}"))
+        else:
+            ready[edit.sample] = Ready(tokens, banned, bits)
+    return ready, broken
+
+
+def choose_edited(
+    sample: Sample,
+    tables: EditTables | None,
+    plan: Plan,
+    which: Sequence[int],
+    logits_PV: Donated[Tensor],
+    host: Host,
+    ready: Mapping[int, Ready],
+) -> tuple[Tensor, list[Broken]]:
+    """[2, P] int64: tokens and ok of the samples *which* (ascending) of *plan*, whose raw *logits* are a copy; what
+    raised. *Donates* logits. *ready*: of those that waited for the host.
+    """
+    place = {number: i for i, number in enumerate(which)}
+    edits = [edit for edit in plan.edits if edit.sample in place]
+    if tables is not None and (rows := _rows_of(place, [e for e in edits if biased(e.request.params)]))[0]:
+        logits_PV = add_bias(logits_PV, tables, *rows)
+    banned = [(place[i], token) for i, tokens in plan.sampling.banned if i in place for token in tokens]
+    banned += [(place[i], token) for i, one in ready.items() for token in one.banned]
+    if banned:
+        logits_PV = ban(logits_PV, *zip(*banned, strict=True))
+    masks = [(place[i], one.words) for i, one in ready.items() if one.words is not None]
+    if masks:
+        logits_PV = mask(logits_PV, [at for at, _ in masks], np.stack([words for _, words in masks]))
+    if tables is not None and (rows := _rows_of(place, [e for e in edits if penalised(e.request.params)]))[0]:
+        logits_PV = penalise(logits_PV, tables, *rows)
+    broken = [why for edit in edits if edit.sample in ready and (why := _process(host, edit, ready, place, logits_PV))]
+    asked = subset(plan.sampling, np.array(which, np.int64))
+    tokens, ok = sample(logits_PV, evolve(asked, banned=()))
+    return torch.stack((tokens, ok.to(tokens.dtype))), broken
+
+
+def _rows_of(place: Mapping[int, int], edits: Sequence[Edit]) -> tuple[list[int], list[int]]:
+    return [place[edit.sample] for edit in edits], [edit.row for edit in edits]
+
+
+def _process(
+    host: Host, edit: Edit, ready: Mapping[int, Ready], place: Mapping[int, int], logits_PV: Tensor
+) -> Broken | None:
+    """Let the processors that the request of *edit* names write its logits; what went wrong, if anything did."""
+    line = logits_PV[place[edit.sample]]
+    for name in edit.request.params.logits_processors:
+        try:
+            given = host.processors[name](ready[edit.sample].tokens, line)
+            line.copy_(given.view_as(line))
+        except Exception as error:  # noqa: BLE001 - it is the user's own, and other requests go on
+            return edit.seq, f"logits processor {name!r}: {type(error).__name__}: {error}"
+    return None
+
+
+def pass_on(last: Donated[Tensor], plan: Plan, which: Sequence[int], chosen: Tensor) -> Tensor:
+    """Write what the samples *which*, of one row each, chose ([2, S or more] int64 *chosen*) into *last*, for the next
+    step's inputs. *Donates* last.
+    """
+    rows = plan.rows[plan.sample_rows[list(which)]]
+    at = put(np.stack((np.array(which, np.int64), rows.astype(np.int64))), last.device)
+    return last.index_copy_(0, at[1], chosen[0].index_select(0, at[0]).to(last.dtype))
+
+
+def count_chosen(
+    tables: Donated[EditTables] | None, plan: Plan, which: Sequence[int], chosen: Tensor
+) -> EditTables | None:
+    """Count what those of the samples *which* chose whose penalties depend on it. *Donates* tables."""
+    counting = [edit for edit in plan.edits if edit.sample in which and penalised(edit.request.params)]
+    if tables is None or not counting:
+        return tables
+    samples = put(np.array([edit.sample for edit in counting], np.int64), chosen.device)
+    return count(tables, [edit.row for edit in counting], chosen[0].index_select(0, samples))
