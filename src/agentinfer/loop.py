@@ -31,6 +31,7 @@ from agentinfer.result import (
     result_of,
     shown,
     silent,
+    spelled,
     stopped,
     token_ids,
 )
@@ -175,6 +176,7 @@ class Engine:
 
     def add(self, request: Request, name: str | None = None) -> SeqId:
         """Queue *request*. Raises InvalidRequest if it can never be served, or if *name* is that of a live one."""
+        request = spelled(self.text, request)
         check(self, request)
         if name is not None and self.names.get(name) in live(self.world.state):
             raise InvalidRequest("request_id", f"{name!r} is in use by a request that has not ended")
@@ -354,7 +356,7 @@ def generate(
         ids: tuple[int, ...] = ()
         try:
             ids = token_ids(engine.text, prompt)
-            request = Request(ids, chosen)
+            request = spelled(engine.text, Request(ids, chosen))
             check(engine, request)
         except InvalidRequest as error:
             results[i] = refused(i, ids, error)

@@ -18,7 +18,7 @@ from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, tupled
 from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
-from agentinfer.state.request import SamplingParams
+from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.sequence import Finished
 from agentinfer.text import Decoder, Text, encode, feed, flush_text
 
@@ -169,6 +169,28 @@ def token_ids(text: Text | None, prompt: Prompt) -> tuple[int, ...]:
     if text is None:
         raise InvalidRequest("prompt", "is text, but the checkpoint has no tokenizer; give token ids")
     return encode(text, prompt)
+
+
+def spelled(text: Text | None, request: Request) -> Request:
+    """*request*, whose bad words are token sequences: those of each text, and of a space and the text unless they end
+    with the same. Without a tokenizer it stays as it is. Raises InvalidRequest for a text without any token.
+    """
+    words = request.params.bad_words
+    if text is None or not any(isinstance(word, str) for word in words):
+        return request
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        found += _spellings(text, word) if isinstance(word, str) else [word]
+    return evolve(request, params=evolve(request.params, bad_words=tuple(dict.fromkeys(found))))
+
+
+def _spellings(text: Text, word: str) -> list[tuple[int, ...]]:
+    plain, spaced = (
+        encode(text, space + word.lstrip(), add_special_tokens=False, field="bad_words") for space in ("", " ")
+    )
+    if not word.strip() or not plain:
+        raise InvalidRequest("bad_words", f"{word!r} has no tokens but of space")
+    return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
 
 def reader_of(params: SamplingParams) -> Reader:
