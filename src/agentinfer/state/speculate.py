@@ -36,12 +36,13 @@ Drafts = Mapping[SeqId, Sequence[int]]
 def room(state: EngineState, plan: Plan) -> dict[SeqId, int]:
     """Which sequences of *plan* could use drafts, and how many at most, were budget and blocks without end.
 
-    Those that sample the token after their last known one, and may write a position more. *state*: that came with it.
+    Those that sample the token after their last known one, and may write a position more. None whose logits are edited:
+    how, depends on the tokens between. *state*: that came with it.
     """
     last = _last_samples(plan)
     rows = plan.sample_rows[last]
     at, row = plan.context[rows], plan.rows[rows]
-    most = np.where(at == state.cols.known[row], state.cols.limit[row] - 1 - at, 0)
+    most = np.where((at == state.cols.known[row]) & (state.cols.edits[row] == 0), state.cols.limit[row] - 1 - at, 0)
     return {SeqId(seq): n for seq, n in zip(ints(plan.seqs[rows]), ints(most), strict=True) if n > 0}
 
 
@@ -152,6 +153,7 @@ def _widened(plan: Plan, widths: I32, slots: list[int], inputs: list[int]) -> Pl
         samples=samples,
         sample_rows=np.repeat(plan.sample_rows, times),
         sampling=_sampling(plan.sampling, times, ahead),
+        edits=tuple(evolve(edit, sample=int(times[: edit.sample].sum())) for edit in plan.edits),
         drafts=tuple(ints(widths)),
     )
     seal(count, context, wide.slots, wide.inputs, samples, wide.sample_rows)
