@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
+from agentinfer.grammar import Grammars, check_form, mask_of
 from agentinfer.ops.kv import Donated, renew
 from agentinfer.result import (
     Completion,
@@ -146,6 +147,8 @@ class Engine:
     world: World
     text: Text | None
     """The checkpoint's tokenizer and chat template; None: it speaks in token ids only."""
+    grammars: Grammars
+    """What the forms that requests ask for mean in its tokens."""
     note: Note = silent
     """Told of what a step did once it is sure; one that raises is told the same event again."""
     lead: Note = silent
@@ -333,7 +336,9 @@ def open_engine(
 
 def start(machine: Machine, device: Device, text: Text | None = None, note: Note = silent) -> Engine:
     """An engine with nothing to do."""
-    return Engine(machine, World(initial(machine.limits), device, None), text, note)
+    grammars = Grammars(text, machine.limits)
+    machine = evolve(machine, host=evolve(machine.host, mask=partial(mask_of, grammars)))
+    return Engine(machine, World(initial(machine.limits), device, None), text, grammars, note)
 
 
 def generate(
@@ -481,6 +486,7 @@ def check(engine: Engine, request: Request) -> None:
         if name not in engine.machine.host.processors:
             there = ", ".join(engine.machine.host.processors) or "none"
             raise InvalidRequest("logits_processors", f"{name!r} is none that the engine was opened with ({there})")
+    check_form(engine.grammars, request)
 
 
 def _bar(total: int, progress: bool | None):  # noqa: ANN202 - tqdm's own class, which has no stubs

@@ -24,7 +24,7 @@ from agentinfer.ops.provide import Primitives
 
 PACKAGES: Final = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "attrs", "numpy", "rpds-py", "jinja2",
-    "tqdm", "gguf",
+    "tqdm", "gguf", "llguidance",
 )  # fmt: skip
 PACKAGE_OF: Final = (("triton", "triton"), ("vllm", "vllm"), ("flash-attn", "flash-attn"), ("torch", "torch"))
 """Providers, and the packages that their kernels come from."""

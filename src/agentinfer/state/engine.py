@@ -7,7 +7,7 @@ import marshal
 from operator import attrgetter
 
 import numpy as np
-from attrs import fields_dict, frozen
+from attrs import astuple, fields_dict, frozen
 
 from agentinfer.state.blocks import BlockPool
 from agentinfer.state.columns import FIELDS, Columns
@@ -133,15 +133,23 @@ def status(state: EngineState, seq: SeqId) -> Status:
 
 
 def _reader(record: type) -> attrgetter[tuple[object, ...]]:
-    """Reads all fields of a *record* with a request, the request's and its parameters' too: plain values, read in C."""
+    """Reads all fields of a *record* with a request, the request's and its parameters' too: plain values, read in C.
+    Only structured_outputs is left out, which is none.
+    """
     own = [name for name in fields_dict(record) if name != "request"]
     asked = [f"request.{name}" for name in fields_dict(Request) if name != "params"]
-    params = [f"request.params.{name}" for name in fields_dict(SamplingParams)]
+    params = [f"request.params.{name}" for name in fields_dict(SamplingParams) if name != "structured_outputs"]
     return attrgetter(*own, *asked, *params)
 
 
-_facts_of_waiting = _reader(Waiting)
-_facts_of_running = _reader(Running)
+_read_waiting = _reader(Waiting)
+_read_running = _reader(Running)
+
+
+def _facts_of(record: Waiting | Running) -> tuple[object, ...]:
+    facts = _read_waiting(record) if isinstance(record, Waiting) else _read_running(record)
+    form = record.request.params.structured_outputs
+    return facts if form is None else (*facts, astuple(form, recurse=False))
 
 
 def digest(state: EngineState) -> str:
@@ -161,9 +169,9 @@ def digest(state: EngineState) -> str:
     facts = (
         state.step,
         state.next_seq,
-        [_facts_of_waiting(waiting) for waiting in state.waiting],
-        [_facts_of_waiting(waiting) for waiting in state.requeued],
-        [run and _facts_of_running(run) for run in state.rows],
+        [_facts_of(waiting) for waiting in state.waiting],
+        [_facts_of(waiting) for waiting in state.requeued],
+        [run and _facts_of(run) for run in state.rows],
         [entry for entry in pool.lru if pool.cached.get(entry[0]) == entry[1]],
         sorted((block, key.hash, key.parent) for block, key in pool.keys.items()),
     )

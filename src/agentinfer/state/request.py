@@ -9,6 +9,7 @@ from attrs import Attribute, field, frozen
 
 from agentinfer.errors import InvalidRequest
 from agentinfer.state.ids import tupled
+from agentinfer.state.structured import StructuredOutputsParams, structured
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Any:
@@ -171,6 +172,8 @@ class SamplingParams:
     """Names of functions that the engine was opened with, applied in this order."""
     stop_token_ids: tuple[int, ...] = field(default=(), converter=tupled, validator=_token_ids)
     ignore_eos: bool = field(default=False, validator=_instance(bool))
+    structured_outputs: StructuredOutputsParams | None = field(default=None, converter=structured)
+    """The form that the output must have."""
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
     """Tokens to generate before an end or stop token can be chosen, or a stop string counts."""
@@ -194,6 +197,8 @@ class SamplingParams:
             raise InvalidRequest("n", f"must be 1 for greedy sampling, which has one answer, not {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise InvalidRequest("ignore_eos", "can not be together with structured_outputs: what is complete must end")
 
 
 def bad_tokens(params: SamplingParams) -> list[tuple[int, ...]]:
@@ -218,7 +223,8 @@ def edits_logits(params: SamplingParams) -> bool:
 
 def needs_host(params: SamplingParams) -> bool:
     """Whether the logits of a token can not be edited before the host knows the token before."""
-    return bool(params.logits_processors) or any(len(words) > 1 for words in bad_tokens(params))
+    asks = params.structured_outputs is not None or bool(params.logits_processors)
+    return asks or any(len(words) > 1 for words in bad_tokens(params))
 
 
 @frozen
