@@ -103,7 +103,9 @@ def _biases(_: Any, attribute: Attribute[Any], value: Any) -> None:
         raise InvalidRequest(attribute.name, f"must map token ids to numbers, not {value!r}")
     before = -1
     for pair in cast("tuple[Any, ...]", value):
-        token, bias = cast("tuple[Any, Any]", pair if type(pair) is tuple else (pair, None))
+        if type(pair) is not tuple or len(cast("tuple[Any, ...]", pair)) != 2:
+            raise InvalidRequest(attribute.name, f"must map token ids to numbers; {pair!r} is no pair of them")
+        token, bias = cast("tuple[Any, Any]", pair)
         if type(token) is not int or not 0 <= token < 2**31:
             raise InvalidRequest(attribute.name, f"{token!r} is no token id")
         if token == before:
