@@ -100,7 +100,8 @@ def check_form(grammars: Grammars, request: Request) -> None:
 
 def mask_of(grammars: Grammars, seq: SeqId, request: Request, tokens: tuple[int, ...]) -> I32 | None:
     """Which tokens *request* allows after *tokens*, prompt and output of the sequence *seq*; None: any. As `allowed`,
-    but an output that is complete before it has `min_tokens` raises GrammarFailed, too.
+    but GrammarFailed is also raised for an output that is complete before it has `min_tokens`, and where
+    `allowed_token_ids` leaves nothing.
     """
     params = request.params
     if params.structured_outputs is None:
@@ -109,6 +110,10 @@ def mask_of(grammars: Grammars, seq: SeqId, request: Request, tokens: tuple[int,
     mask = allowed(grammars, seq, params.structured_outputs, output)
     if len(output) < params.min_tokens and not _without_end(grammars, mask).any():
         raise GrammarFailed(f"{FIELD}: complete after {len(output)} tokens, and min_tokens is {params.min_tokens}")
+    if params.allowed_token_ids is not None:
+        ids = np.array(params.allowed_token_ids)
+        if not (mask[ids >> 5] >> (ids & 31) & 1).any():
+            raise GrammarFailed(f"{FIELD}: allowed_token_ids has none that may come after {len(output)} tokens")
     return mask
 
 
