@@ -100,7 +100,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
-	$(PIP) --editable '.[demo,dev]'
+	$(PIP) --editable '.[demo,serve,dev]'
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: pyproject.toml constraints.txt

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             from agentinfer.cli import generate as command
         case "chat":
             from agentinfer.cli import chat as command
+        case "serve":
+            from agentinfer.cli import serve as command
         case "plan":
             from agentinfer.cli import plan as command
         case "env":

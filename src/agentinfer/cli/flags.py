@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import agentinfer
+from agentinfer.cli.flags_form import form_flags
+from agentinfer.cli.flags_serve import serve_flags
 from agentinfer.cli.usage import Usage, line
+from agentinfer.cli.values import counts, integer, number, span, token_ids
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL = "a model folder, the id of a model on the Hugging Face hub, or 'demo'"
@@ -27,64 +29,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Usage(f"{self.prog.removeprefix('agentinfer').strip() or 'usage'}: {line(message)} (see --help)")
-
-
-def integer(least: int) -> Callable[[str], int]:
-    """Reads an integer of at least *least*."""
-
-    def read(given: str) -> int:
-        try:
-            value = int(given)
-        except ValueError:
-            value = None
-        if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {given!r}")
-        return value
-
-    return read
-
-
-def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
-    """Reads a number in [low, high]; in (low, high] if *above*."""
-
-    def read(given: str) -> float:
-        try:
-            value = float(given)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or math.isinf(value) or (above and value == low):
-            ends = f"{'(' if above else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
-            raise argparse.ArgumentTypeError(f"must be a number in {ends}, not {given!r}")
-        return value
-
-    return read
-
-
-def token_ids(given: str) -> tuple[int, ...]:
-    """Reads `1,2,3`; nothing is no ids."""
-    try:
-        return tuple(int(part) for part in given.split(",")) if given.strip() else ()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be token ids with commas between them, not {given!r}") from None
-
-
-def counts(least: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads `1,64,256`: integers of at least *least*; nothing is none of them."""
-    one = integer(least)
-
-    def read(given: str) -> tuple[int, ...]:
-        return tuple(one(part) for part in given.split(",")) if given.strip() else ()
-
-    return read
-
-
-def span(given: str) -> tuple[int, int]:
-    """Reads `100-1024` or `128`: the shortest and the longest."""
-    low, dash, high = given.partition("-")
-    found = integer(1)(low), integer(1)(high if dash else low)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"must be SHORTEST-LONGEST, not {given!r}")
-    return found
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -104,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("model", metavar="MODEL", help=MODEL)
     _prompts(generate)
     _sampling(generate)
+    form_flags(generate)
     _engine(generate)
     generate.add_argument(
         "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"
@@ -115,6 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="what the system message says")
     _sampling(chat)
     _engine(chat)
+
+    serve = command("serve", "Answer over HTTP, as the OpenAI API does.", epilog=_SERVE)
+    serve.add_argument("model", metavar="MODEL", help=MODEL)
+    serve_flags(serve)
+    _engine(serve)
 
     plan = command("plan", "What a model needs in memory, and how long a context fits.")
     plan.add_argument("model", metavar="MODEL", help=MODEL)
@@ -150,6 +100,11 @@ _GENERATE = (
 _CHAT = (
     "/quit or ctrl-d ends it, /new forgets the conversation, ctrl-c ends an answer early. Reads questions from a pipe, "
     "too, one a line."
+)
+_SERVE = (
+    "SIGTERM or ctrl-c: no new requests, those that have begun finish, exit status 0; a second one does not wait. Exit "
+    "status 1 if the engine fails for good, 2 for wrong usage or a wrong model. Keys may be in the environment, too: "
+    "AGENTINFER_API_KEY and AGENTINFER_ADMIN_KEY, with commas between them."
 )
 _REPLAY = "Exit status: 0 if all digests agree, 1 if one differs, 2 if FILE is no trace or a damaged one."
 

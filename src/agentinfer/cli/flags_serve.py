@@ -1,0 +1,114 @@
+"""The flags of `serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from agentinfer.cli.values import integer, number
+
+PARSERS = ("auto", "none", "hermes", "qwen3", "deepseek_v3", "deepseek_r1")
+
+
+def serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Address, keys, limits, life."""
+    _address(parser)
+    _limits(parser)
+    _life(parser)
+
+
+def _address(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    group.add_argument(
+        "--port", metavar="N", type=integer(0), default=8000, help="0: any that is free (default: %(default)s)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="what clients may call the model (default: MODEL; may be given more than once)",
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="who has none of these gets nothing but /health (may be given more than once; default: all may come)",
+    )
+    group.add_argument(
+        "--admin-key", metavar="KEY", action="append", default=[], help="opens /admin (default: nobody administers)"
+    )
+    group.add_argument(
+        "--parser",
+        choices=PARSERS,
+        default="auto",
+        help="how the model writes reasoning and tool calls (default: what its chat template looks like)",
+    )
+    group.add_argument(
+        "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"
+    )
+
+
+def _limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits of one request")
+    group.add_argument("--max-output-tokens", metavar="N", type=integer(1), help="default: to the end of max-model-len")
+    group.add_argument(
+        "--max-body", metavar="BYTES", type=integer(1), default=8 << 20, help="of a request (default: 8 MiB)"
+    )
+    group.add_argument("--max-n", metavar="N", type=integer(1), default=128, help="choices (default: %(default)s)")
+    group.add_argument(
+        "--max-logprobs", metavar="N", type=integer(0), default=20, help="alternatives a token (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-stop", metavar="N", type=integer(0), default=16, help="stop strings (default: %(default)s)"
+    )
+    group.add_argument(
+        "--request-timeout",
+        metavar="S",
+        type=number(0, 1e9, above=True),
+        default=3600.0,
+        help="seconds from the end of a request to the end of its answer (default: 3600)",
+    )
+    group.add_argument(
+        "--header-timeout",
+        metavar="S",
+        type=number(0, 1e9, above=True),
+        default=10.0,
+        help="seconds for the head of a request to come (default: 10)",
+    )
+    group.add_argument(
+        "--body-timeout",
+        metavar="S",
+        type=number(0, 1e9, above=True),
+        default=30.0,
+        help="seconds for its body (default: 30)",
+    )
+
+
+def _life(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load and life")
+    group.add_argument(
+        "--max-queued",
+        metavar="N",
+        type=integer(1),
+        help="sequences that may wait for their first token; the rest gets 503 (default: 4 times --max-num-seqs)",
+    )
+    group.add_argument(
+        "--max-queued-tokens", metavar="N", type=integer(1), help="of these together (default: 4 times what KV holds)"
+    )
+    group.add_argument(
+        "--idle-timeout",
+        metavar="S",
+        type=number(0, 1e9, above=True),
+        default=75.0,
+        help="seconds that a connection may be kept without a request (default: 75)",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        metavar="S",
+        type=number(0, 1e9),
+        default=30.0,
+        help="seconds for those to finish that have begun when SIGTERM comes (default: 30)",
+    )

@@ -1,0 +1,104 @@
+"""`agentinfer serve`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentinfer.cli.opened import opened
+from agentinfer.cli.record import open_recorder
+from agentinfer.cli.usage import Usage, complain
+
+if TYPE_CHECKING:
+    from agentinfer.server.guard import Keys
+    from agentinfer.server.run import Options
+
+_NEEDED = ("starlette", "uvicorn", "prometheus_client", "msgspec")
+_OPEN_TO_ALL = ("127.0.0.1", "localhost", "::1")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 once it was told to end. Raises Usage, and EngineDead if the engine could not go on."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise Usage(f"serve needs {', '.join(missing)}: pip install 'agentinfer[serve]'")
+    from agentinfer.server.guard import Keys
+    from agentinfer.server.run import bind, serve
+
+    logging.basicConfig(level=logging.WARNING, format="agentinfer: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do wrong is no news
+    users, admins = _keys(args.api_key, "AGENTINFER_API_KEY"), _keys(args.admin_key, "AGENTINFER_ADMIN_KEY")
+    if not users and args.host not in _OPEN_TO_ALL:
+        complain(f"--host {args.host} without --api-key: whoever reaches it may use it")
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(bind(args.host, args.port))
+        except OSError as error:
+            raise Usage(f"--host, --port: {args.host}:{args.port}: {error.strerror or error}") from error
+        recorder = open_recorder(args.record) if args.record is not None else None
+        if recorder is not None:
+            stack.callback(recorder.close)
+        engine = stack.enter_context(opened(args))
+        if recorder is not None:
+            recorder.begin(engine.machine.limits, args.policy)
+            engine.note = recorder
+        options = _options(args, Keys(users, admins))
+        serve(
+            engine,
+            listener,
+            options,
+            ready=lambda _end: _say(options.names[0], listener),
+            trace=None if args.record is None else partial(_trace, args.record),
+        )
+    return 0
+
+
+def _options(args: argparse.Namespace, keys: Keys) -> Options:
+    from agentinfer.server.run import Options
+    from agentinfer.server.site import Quotas
+
+    quotas = Quotas(
+        max_body=args.max_body,
+        max_output_tokens=args.max_output_tokens,
+        max_n=args.max_n,
+        max_logprobs=args.max_logprobs,
+        max_stop=args.max_stop,
+        request_timeout_s=args.request_timeout,
+        body_timeout_s=args.body_timeout,
+    )
+    return Options(
+        names=tuple(args.served_model_name) or (args.model,),
+        keys=keys,
+        quotas=quotas,
+        parser=args.parser,
+        max_queued=args.max_queued,
+        max_queued_tokens=args.max_queued_tokens,
+        shutdown_timeout_s=args.shutdown_timeout,
+        head_timeout_s=args.header_timeout,
+        idle_timeout_s=args.idle_timeout,
+        max_stall_s=args.step_timeout,
+    )
+
+
+def _trace(path: Path) -> bytes:
+    """The whole lines of *path*: the last one may still be on its way."""
+    return path.read_bytes().rpartition(b"\n")[0] + b"\n"
+
+
+def _keys(given: Iterable[str], variable: str) -> tuple[str, ...]:
+    """The keys of a flag, and those of a variable of the environment."""
+    found = (*given, *os.environ.get(variable, "").split(","))
+    return tuple(key.strip() for key in found if key.strip())
+
+
+def _say(name: str, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -1,0 +1,234 @@
+"""What clients may ask: bodies read and checked, fields of the API turned into SamplingParams.
+
+A field is one of: known to the endpoint; the name of a field of SamplingParams; known elsewhere but not supported
+(UNSUPPORTED), which is refused unless its value asks for nothing; or any other, which is accepted and ignored with one
+warning, as in vLLM: unknown ones, and those by which other servers keep accounts, such as `user` and `store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, cast
+
+import attrs
+import msgspec
+from msgspec import Struct
+
+from agentinfer.errors import InvalidRequest
+from agentinfer.loop import SamplingParams
+from agentinfer.server.problems import Problem, invalid
+
+Ids = list[int]
+
+SAMPLING: Final = frozenset(field.name for field in attrs.fields(SamplingParams)) - {"logprobs", "prompt_logprobs"}
+"""Fields of SamplingParams that have the same name and meaning in the API."""
+UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "early_stopping": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "kv_transfer_params": ({},),
+        "length_penalty": (1,),
+        "media_io_kwargs": (),
+        "mm_processor_kwargs": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "priority": (0,),
+        "prompt_embeds": (),
+        "repetition_detection": (),
+        "return_tokens_as_token_ids": (False,),
+        "suffix": ("",),
+        "structured_outputs": (),
+        "thinking_token_budget": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
+        "web_search_options": (),
+    }
+)
+"""What would change an answer and can not be done, with the values that ask for nothing; null always does."""
+
+
+class StreamOptions(Struct, frozen=True):
+    """Which usage a stream says. Immutable."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CompletionBody(Struct, frozen=True):
+    """Of `POST /v1/completions`. Immutable."""
+
+    prompt: Any
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatBody(Struct, frozen=True):
+    """Of `POST /v1/chat/completions`. Immutable."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+
+
+class GenerateBody(Struct, frozen=True):
+    """Of `POST /generate`: token ids in, token ids out. Immutable."""
+
+    token_ids: Ids
+    sampling_params: dict[str, Any] = {}  # msgspec copies it
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+class TokenizeBody(Struct, frozen=True):
+    """Of `POST /tokenize`: a prompt, or messages. Immutable."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True):
+    """Of `POST /detokenize`. Immutable."""
+
+    tokens: Ids
+    model: str | None = None
+
+
+Body = TypeVar("Body", bound=Struct)
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object in *body*. Raises Problem."""
+    try:
+        found: object = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(None, f"the body is no JSON that can be read: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid(None, f"the body must be a JSON object, not {type(found).__name__}")
+    return cast(dict[str, Any], found)
+
+
+def read_body(raw: Mapping[str, Any], kind: type[Body]) -> Body:
+    """*raw* as a *kind*. Raises Problem naming the field that is missing or of another type."""
+    present = {name: value for name, value in raw.items() if value is not None}
+    try:
+        return msgspec.convert(present, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+
+
+def _wrong(said: str) -> Problem:
+    """The problem in msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'."""
+    what, _, where = said.partition(" - at `$.")
+    path = where.rstrip("`")
+    if "missing required field" in what:
+        field = what.split("`")[1]
+        return invalid(".".join(filter(None, (path, field))), f"{field}: is missing")
+    param = path.split(".")[0].split("[")[0] or None
+    return invalid(param, f"{path}: {what}" if path else what)
+
+
+def unknown_fields(raw: Mapping[str, Any], kind: type[Struct], also: frozenset[str] = SAMPLING) -> list[str]:
+    """The fields of *raw* that have no effect. Raises Problem for those that should have one."""
+    own = {field.name for field in msgspec.structs.fields(kind)} | also
+    unknown: list[str] = []
+    for name, value in raw.items():
+        if name in own or value is None:
+            continue
+        if name not in UNSUPPORTED:
+            unknown.append(name)
+        elif value not in UNSUPPORTED[name]:
+            raise invalid(name, f"{name}: is not supported")
+    return unknown
+
+
+def sampling_of(raw: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """The fields of *raw* that say how to sample; *more* overrules them. Raises Problem naming the field."""
+    given = {name: value for name, value in raw.items() if name in SAMPLING and value is not None} | more
+    if "logit_bias" in given:
+        given["logit_bias"] = _biases(given["logit_bias"])
+    try:
+        return SamplingParams(**given)
+    except InvalidRequest as error:
+        raise Problem(400, str(error), param=error.field) from error
+
+
+def _biases(given: object) -> dict[int, float]:
+    """Keys of JSON are texts. Raises Problem."""
+    if not isinstance(given, dict):
+        raise invalid("logit_bias", "logit_bias: must be an object from token ids to numbers")
+    try:
+        return {int(key): value for key, value in cast(dict[str, Any], given).items()}
+    except ValueError as error:
+        raise invalid("logit_bias", f"logit_bias: a key is no token id: {error}") from error
+
+
+def prompts_of(prompt: object) -> tuple[list[str | list[int]], bool]:
+    """The prompts of a completion, and whether they are a list: a text, token ids, or a list of either.
+
+    Raises Problem.
+    """
+    if isinstance(prompt, str):
+        return [prompt], False
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", "prompt: must be a text, token ids, or a list of these that is not empty")
+    items = cast(list[Any], prompt)
+    if all(type(item) is int for item in items):
+        return [items], False
+    for i, item in enumerate(items):
+        ids = isinstance(item, list) and all(type(x) is int for x in cast(list[Any], item))
+        if not ids and not isinstance(item, str):
+            raise invalid("prompt", f"prompt: item {i} is neither a text nor a list of token ids")
+    return items, True
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
+    """The options of a stream. Raises Problem if they are given without one."""
+    if options is not None and not stream:
+        raise invalid("stream_options", "stream_options: only with stream=true")
+    return options if options is not None else StreamOptions()
