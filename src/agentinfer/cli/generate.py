@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from agentinfer.cli.form import formed
 from agentinfer.cli.interrupt import on_interrupt
 from agentinfer.cli.opened import opened, params_of
 from agentinfer.cli.prompts import Prompt, read_prompts
@@ -20,7 +21,7 @@ from agentinfer.state.request import SamplingParams
 
 def run(args: argparse.Namespace) -> int:
     """0 if every prompt was completed, 1 if one was refused or failed. Raises Usage."""
-    prompts, params = read_prompts(args.prompts), params_of(args)
+    prompts, params = read_prompts(args.prompts), formed(args, params_of(args))
     with ExitStack() as stack:
         recorder = open_recorder(args.record) if args.record is not None else None
         if recorder is not None:
