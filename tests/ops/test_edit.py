@@ -19,6 +19,7 @@ from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import Row, SeqId
 from agentinfer.state.plan import Edit, Plan, SamplingColumns, Told
 from agentinfer.state.request import Request, SamplingParams, edits_logits, needs_host
+from plain import edited_plainly
 
 CPU = torch.device("cpu")
 VOCAB = 37
@@ -121,24 +122,6 @@ def test_a_bad_word_is_banned_where_it_would_be_completed(
 
 # --- a plain pipeline -----------------------------------------------------------------------------------------------
 
-
-def plainly(raw: npt.NDArray[np.float32], asked: Told, ended: Sequence[int], mask: Any, mine: Any) -> Any:
-    """The logits of one row after its edits, one token at a time."""
-    p, out = asked.request.params, asked.tokens[len(asked.request.prompt) :]
-    bias, left = dict(p.logit_bias), []
-    for i, x in enumerate(raw):
-        bad = any(out[len(out) - len(w) + 1 :] == w[:-1] and w[-1] == i for w in p.bad_words if len(out) >= len(w) - 1)
-        allowed = p.allowed_token_ids is None or i in p.allowed_token_ids
-        x += np.float32(bias.get(i, 0))  # noqa: PLW2901 - a number
-        if i in asked.tokens:
-            x = x / np.float32(p.repetition_penalty) if x > 0 else x * np.float32(p.repetition_penalty)  # noqa: PLW2901
-        number, there = np.float32(out.count(i)), np.float32(i in out)
-        x -= np.float32(p.frequency_penalty) * number + np.float32(p.presence_penalty) * there  # noqa: PLW2901
-        left.append(x if allowed and not bad and i not in ended and (mask is None or mask[i]) else -np.inf)
-    found = np.array(left, np.float32)
-    return found if mine is None else mine(found)
-
-
 ids = st.integers(0, VOCAB - 1)
 penalty = st.sampled_from([0.0, 0.0, 2.0, -2.0, 0.3])
 PROCESSORS = {
@@ -204,13 +187,9 @@ def test_edits_and_choice_are_those_of_a_plain_pipeline(data: st.DataObject, cou
     plan = plan_of(asked, ended)
     host = [needs_host(one.request.params) for one in asked]
     want = [
-        plainly(
-            x.numpy().copy(), one, held, mask if late else None,
-            (lambda y, p=p, one=one: PROCESSORS[p](one.tokens, torch.from_numpy(y)).numpy())
-            if (p := next(iter(one.request.params.logits_processors), None)) else None,
-        )
+        edited_plainly(x, one.request, one.tokens, held, mask if late else None, PROCESSORS)
         for x, (one, held, mask, _), late in zip(raw, drawn, host, strict=True)
-    ]  # fmt: skip
+    ]
     tokens, ok = sample(
         torch.from_numpy(np.stack(want)), SamplingColumns(plan.sampling.params, plan.sampling.index, ())
     )

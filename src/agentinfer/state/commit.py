@@ -10,6 +10,7 @@ from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, known_tokens
 from agentinfer.state.ids import I32, BlockId, Bool, Row, every, ints, seal, some
 from agentinfer.state.plan import Output, Plan, Sampled, TableEntries
+from agentinfer.state.request import edits_logits
 from agentinfer.state.sequence import Finished, FinishReason, Running
 
 
@@ -152,7 +153,8 @@ def _end(draft: _Draft, rows: I32, tokens: I32, ended: Bool, stopped: Bool, brok
         for row, token, stop in zip(ints(rows[ended]), ints(tokens[ended]), ints(stopped[ended]), strict=True):
             _finish(draft, row, "stop" if stop else "length", str(token) if stop else "")
     for row in ints(broken):
-        _finish(draft, row, "error", "the logits are not finite")
+        masked = "no token is left to choose, or " if edits_logits(draft.running(row).request.params) else ""
+        _finish(draft, row, "error", f"{masked}the logits are not finite")
     if draft.finished:
         draft.cols.clear([*ints(rows[ended]), *ints(broken)])
 
