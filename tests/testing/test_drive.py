@@ -144,14 +144,14 @@ def test_a_faulty_cache_is_found(pool, words: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_transition_that_is_not_pure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing into the state that was given, or two answers to one question, is a Fault."""
-    real = drive_module.commit
+    real = drive_module.accept
 
     def scribbles(state, plan, sampled, hasher):
         state.cols.turn.flags.writeable = True
         state.cols.turn[0] += 1
         return real(state, plan, sampled, hasher)
 
-    monkeypatch.setattr(drive_module, "commit", scribbles)
+    monkeypatch.setattr(drive_module, "accept", scribbles)
     with pytest.raises(Fault, match="changed the state"):
         crowd(drive(limits()))
 
@@ -171,26 +171,26 @@ def test_two_plans_for_one_state_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that drops a token of an output is a Fault that says which should have come."""
-    real = drive_module.commit
+    real = drive_module.accept
 
     def loses(state, plan, sampled, hasher):
         after, output = real(state, plan, sampled, hasher)
         return after, evolve(output, seqs=output.seqs[1:], tokens=output.tokens[1:])
 
-    monkeypatch.setattr(drive_module, "commit", loses)
+    monkeypatch.setattr(drive_module, "accept", loses)
     with pytest.raises(Fault, match="it should be"):
         crowd(drive(limits()))
 
 
 def test_an_end_that_nobody_tells_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished sequence missing from the output is a Fault."""
-    real = drive_module.commit
+    real = drive_module.accept
 
     def silent(state, plan, sampled, hasher):
         after, output = real(state, plan, sampled, hasher)
         return after, evolve(output, finished=())
 
-    monkeypatch.setattr(drive_module, "commit", silent)
+    monkeypatch.setattr(drive_module, "accept", silent)
     with pytest.raises(Fault, match="no output says so"):
         crowd(drive(limits()))
 

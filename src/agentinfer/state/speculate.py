@@ -17,6 +17,7 @@ j <= D    known + j             samples 0 .. j - 1 are drafts 0 .. j - 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from attrs import evolve
@@ -36,13 +37,12 @@ Drafts = Mapping[SeqId, Sequence[int]]
 def room(state: EngineState, plan: Plan) -> dict[SeqId, int]:
     """Which sequences of *plan* could use drafts, and how many at most, were budget and blocks without end.
 
-    Those that sample the token after their last known one, and may write a position more. None whose logits are edited:
-    how, depends on the tokens between. *state*: that came with it.
+    Those that sample the token after their last known one, and may write a position more. Not those whose logits are
+    edited, since what is done to them may depend on every token before. *state*: what came with the plan.
     """
-    last = _last_samples(plan)
-    rows = plan.sample_rows[last]
+    cols, rows = state.cols, plan.sample_rows[_last_samples(plan)]
     at, row = plan.context[rows], plan.rows[rows]
-    most = np.where((at == state.cols.known[row]) & (state.cols.edits[row] == 0), state.cols.limit[row] - 1 - at, 0)
+    most = np.where((at == cols.known[row]) & (cols.edits[row] == 0), cols.limit[row] - 1 - at, 0)
     return {SeqId(seq): n for seq, n in zip(ints(plan.seqs[rows]), ints(most), strict=True) if n > 0}
 
 
@@ -78,14 +78,44 @@ def speculate(state: EngineState, plan: Plan, drafts: Drafts) -> tuple[EngineSta
     return evolve(state, rows=tuple(rows), cols=cols.freeze(), pool=pool.freeze(), last=wide), wide
 
 
+class Guess(NamedTuple):
+    """Where a plan has the drafts of one row."""
+
+    row: int
+    """Which of the plan's rows."""
+    width: int
+    """D of them, at least one."""
+    first: int
+    """Flat position of the first."""
+    sample: int
+    """The sample that is to be the first, of D + 1 in a line."""
+
+
+def guesses(plan: Plan) -> list[Guess]:
+    """Where the drafts of *plan* are, a row each."""
+    if not plan.drafts:
+        return []
+    first = np.cumsum(plan.count) - np.array(plan.drafts)
+    sample = np.searchsorted(plan.samples, first - 1)
+    return [Guess(i, n, int(first[i]), int(sample[i])) for i, n in enumerate(plan.drafts) if n]
+
+
 def drafts_of(plan: Plan) -> tuple[tuple[SeqId, tuple[int, ...]], ...]:
     """The drafts that *plan* verifies, a sequence each: what `speculate` needs to make the same plan again."""
-    ends = np.cumsum(plan.count)
     return tuple(
-        (SeqId(seq), tuple(ints(plan.inputs[end - n : end])))
-        for seq, end, n in zip(ints(plan.seqs), ints(ends), plan.drafts, strict=False)
-        if n
+        (SeqId(int(plan.seqs[guess.row])), tuple(ints(plan.inputs[guess.first : guess.first + guess.width])))
+        for guess in guesses(plan)
     )
+
+
+def runs_of(plan: Plan, sampled: Sampled) -> I32:
+    """[R] how many tokens of each row count, if it samples: those that are as drafted, and one more."""
+    runs = np.ones(len(plan.rows), np.int32)
+    for row, n, first, sample in guesses(plan):
+        right = sampled.tokens[sample : sample + n] == plan.inputs[first : first + n]
+        right &= sampled.ok[sample : sample + n]
+        runs[row] += n if right.all() else int(right.argmin())
+    return runs
 
 
 def accept(
@@ -99,7 +129,7 @@ def accept(
     """
     if not plan.drafts or len(sampled.tokens) != len(plan.samples):
         return commit(state, plan, sampled, hasher)
-    runs, ahead, outputs = _runs(plan, sampled), _ahead(plan), list[Output]()
+    runs, ahead, outputs = runs_of(plan, sampled), _ahead(plan), list[Output]()
     for j in range(int(runs.max())):
         which = (ahead == j) & (j < runs[plan.sample_rows])
         part = _alone(plan, j, which, runs)
@@ -119,13 +149,13 @@ def _widths(state: EngineState, plan: Plan, drafts: Drafts) -> list[int]:
     budget, free = limits.max_num_batched_tokens - len(plan.slots), state.pool.num_available
     widths: list[int] = []
     for row, seq, first in zip(ints(plan.rows), ints(plan.seqs), ints(plan.context), strict=True):
-        guesses, run = drafts.get(SeqId(seq), ()), state.rows[row]
-        for token in guesses:
+        given, run = drafts.get(SeqId(seq), ()), state.rows[row]
+        for token in given:
             if not 0 <= token < limits.vocab_size:
                 raise ValueError(f"a draft of sequence {seq} is token {token}; the vocabulary has {limits.vocab_size}")
         held = 0 if run is None else len(run.blocks)
         space = (held + free) * limits.block_size - first
-        n = min(len(guesses), open_.get(SeqId(seq), 0), budget, space)
+        n = min(len(given), open_.get(SeqId(seq), 0), budget, space)
         widths.append(n)
         budget -= n
         free -= cdiv(first + n, limits.block_size) - held
@@ -144,6 +174,7 @@ def _widened(plan: Plan, widths: I32, slots: list[int], inputs: list[int]) -> Pl
     ahead: I32 = np.arange(times.sum(), dtype=np.int32) - np.repeat(np.cumsum(times, dtype=np.int32) - times, times)
     shift = np.cumsum(widths, dtype=np.int32) - widths
     samples = np.repeat(plan.samples + shift[plan.sample_rows], times) + ahead
+    place = np.cumsum(times) - times
     wide = evolve(
         plan,
         count=count,
@@ -152,18 +183,17 @@ def _widened(plan: Plan, widths: I32, slots: list[int], inputs: list[int]) -> Pl
         inputs=np.insert(plan.inputs, at, np.array(inputs, np.int32)),
         samples=samples,
         sample_rows=np.repeat(plan.sample_rows, times),
-        sampling=_sampling(plan.sampling, times, ahead),
-        edits=tuple(evolve(edit, sample=int(times[: edit.sample].sum())) for edit in plan.edits),
+        sampling=_sampling(plan.sampling, times, place, ahead),
+        edits=tuple(evolve(edit, sample=int(place[edit.sample])) for edit in plan.edits),
         drafts=tuple(ints(widths)),
     )
     seal(count, context, wide.slots, wide.inputs, samples, wide.sample_rows)
     return wide
 
 
-def _sampling(before: SamplingColumns, times: I32, ahead: I32) -> SamplingColumns:
-    """*before*, each sample of which is there so many *times*, for one output index after the other."""
+def _sampling(before: SamplingColumns, times: I32, place: I32, ahead: I32) -> SamplingColumns:
+    """*before*, each sample of which is there so many *times* from *place* on, for one output index after the other."""
     params, index = np.repeat(before.params, times), np.repeat(before.index, times) + ahead
-    place = np.cumsum(times) - times
     banned = tuple(
         (int(place[i]) + j, ids)
         for i, ids in before.banned
@@ -178,18 +208,6 @@ def _ahead(plan: Plan) -> I32:
     """[S] how many drafts of its row come before each sample."""
     first = np.cumsum(plan.count) - 1 - np.array(plan.drafts)
     return np.maximum(plan.samples - first[plan.sample_rows], 0)
-
-
-def _runs(plan: Plan, sampled: Sampled) -> I32:
-    """[R] how many tokens of each row count: those that are as drafted, and one more."""
-    runs = np.ones(len(plan.rows), np.int32)
-    for i, (end, n) in enumerate(zip(ints(np.cumsum(plan.count)), plan.drafts, strict=True)):
-        if n:
-            mine = np.searchsorted(plan.samples, end - 1) + 1
-            right = sampled.tokens[mine - n - 1 : mine - 1] == plan.inputs[end - n : end]
-            right &= sampled.ok[mine - n - 1 : mine - 1]
-            runs[i] += n if right.all() else int(right.argmin())
-    return runs
 
 
 def _alone(plan: Plan, j: int, which: Bool, runs: I32) -> Plan:
@@ -219,9 +237,10 @@ def _taken_back(state: EngineState, plan: Plan) -> EngineState:
     """*state*, in which the rows that had drafts have computed what they know, and hold no block beyond that."""
     size = state.limits.block_size
     cols, pool, rows = ColumnsDraft(state.cols), PoolDraft(state.pool, state.limits.seed), list(state.rows)
-    for row, seq, n in zip(ints(plan.rows), ints(plan.seqs), plan.drafts, strict=True):
+    for guess in guesses(plan):
+        row = int(plan.rows[guess.row])
         run = rows[row]
-        if not n or run is None or run.seq != seq or cols.born[row] > plan.step:
+        if run is None or run.seq != plan.seqs[guess.row] or cols.born[row] > plan.step:
             continue
         known = int(cols.known[row])
         cols.own("computed")[row], cols.own("length")[row] = known - 1, known

@@ -110,6 +110,17 @@ class Books:
                 self.admitted[script.seq] = plan.step
             self.done[script.seq] = end
 
+    def drafted(self, after: EngineState, plan: Plan) -> None:
+        """Note that *plan*, written down already, has drafts too: the rows have come further, until it lands."""
+        for seq, end in zip(ints(plan.seqs), ints(plan.context), strict=True):
+            self.done[SeqId(seq)] = end
+        if self.promises.never_preempts:
+            self._runs_to_its_end(after, plan)
+
+    def taken_back(self, seq: SeqId) -> None:
+        """Drafts of *seq* have landed: it has computed all that it knows, but for the last token."""
+        self.done[seq] = self.scripts[seq].known - 1
+
     def _need(self, seq: SeqId, flight: Plan | None) -> int:
         """Positions that *seq* could compute now."""
         script = self.scripts[seq]

@@ -10,15 +10,16 @@ Any wrong step is a Fault, in words. Needs no Hypothesis, so that a plain test c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
+import numpy as np
 from attrs import define, evolve, field, frozen
 
 from agentinfer.state.admit import abort, arrive, fail, fork, stop
 from agentinfer.state.blocks import BlockHash, PoolDraft, block_hash
 from agentinfer.state.check import violations
-from agentinfer.state.commit import commit, flush
+from agentinfer.state.commit import flush
 from agentinfer.state.engine import EngineState, digest, find_waiting, has_work, initial
 from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Stepped, Stopped
 from agentinfer.state.history import Moment, replay, rewind
@@ -29,13 +30,21 @@ from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished, FinishReason
+from agentinfer.state.speculate import Drafts, accept, drafts_of, room, speculate
 from agentinfer.testing.books import Books, Promises, same_plan
-from agentinfer.testing.ghost import Fault, GhostDevice, GhostFlight, Script
+from agentinfer.testing.ghost import Fault, GhostDevice, GhostFlight, Script, place_of
 from agentinfer.testing.ledger import Content, Ledger
 from agentinfer.testing.oracle import answer, limit, refused
 
+Propose = Callable[[], Drafts]
+"""Asked for guesses once a step is planned."""
 _KEPT = 6
 """Old states kept, to see that they never change and to rewind to."""
+
+
+def none() -> Drafts:
+    """No guesses."""
+    return {}
 
 
 @frozen(eq=False)
@@ -138,8 +147,10 @@ class Drive:
         self._note(Forked(seq, tuple(seeds)), state)
         return children
 
-    def step(self, *, launch_fails: bool = False, land_fails: bool = False, bad: int | None = None) -> Output | None:
-        """One turn of `advance`.
+    def step(
+        self, *, launch_fails: bool = False, land_fails: bool = False, bad: int | None = None, propose: Propose = none
+    ) -> Output | None:
+        """One turn of `advance`, or of `advance_speculative` with the drafts of *propose*.
 
         *launch_fails*, *land_fails*: the step launched, or the one landed, raises. *bad*: the sample of the
         landed step, counted around, whose logits are not finite.
@@ -147,7 +158,7 @@ class Drive:
         flight, output, launched = self.flight, None, None
         if flight is not None and not self.overlap:
             output, flight, self.flight = self._settle(flight, bad, fails=land_fails), None, None
-        plan = self._schedule()
+        plan = self._schedule(propose)
         if plan is not None:
             launched = self._launch(plan, fails=launch_fails)
         elif flight is None and has_work(self.state):
@@ -230,7 +241,7 @@ class Drive:
         for i in count():
             yield self.events[i]
 
-    def _schedule(self) -> Plan | None:
+    def _schedule(self, propose: Propose = none) -> Plan | None:
         before = self.state
         state, plan = schedule(before, self.policy, self.hasher)
         if digest(before) != self.name:
@@ -242,14 +253,35 @@ class Drive:
         again, plan_again = schedule(before, self.policy, self.hasher)
         if difference := same_plan(plan, plan_again):
             raise Fault(f"scheduling the same state twice gives plans that differ in {difference}")
-        twice = digest(again)
         self.books.planned(before, state, plan, self.ledger, None if self.flight is None else self.flight.plan)
         self.ledger.observe(state, scheduled=True, preempted=bool(plan.preempted))
-        self._note(Stepped(), state, observed=True)
+        drafts = propose()
+        twice = digest(speculate(again, plan, drafts)[0])
+        state, plan = self._speculate(state, plan, drafts)
+        self._note(Stepped(drafts_of(plan)), state, observed=True)
         if self.name != twice:
             raise Fault("scheduling the same state twice gives different states")
         self.plans.append(plan)
         return plan
+
+    def _speculate(self, state: EngineState, plan: Plan, drafts: Drafts) -> tuple[EngineState, Plan]:
+        name = digest(state)
+        wide_state, wide = speculate(state, plan, drafts)
+        if digest(state) != name:
+            raise Fault("speculate changed the state that it was given")
+        given, asked = dict(drafts_of(wide)), room(state, plan)
+        for seq, guesses in given.items():
+            if len(guesses) > asked.get(seq, 0) or guesses != tuple(drafts[seq][: len(guesses)]):
+                raise Fault(f"sequence {seq} has drafts {guesses} of {drafts[seq]}, and room for {asked.get(seq, 0)}")
+        left = self.limits.max_num_batched_tokens - len(wide.slots)
+        for seq, most in asked.items():  # who has fewer than it could is at the end of the budget, or of the blocks
+            want = min(most, len(drafts.get(seq, ())))
+            if len(given.get(seq, ())) < want and left and wide_state.pool.num_available:
+                raise Fault(f"sequence {seq} has drafts {given.get(seq)} of {drafts[seq]}, with {left} positions left")
+        if wide is not plan:
+            self.books.drafted(wide_state, wide)
+            self.ledger.observe(wide_state, scheduled=True)
+        return wide_state, wide
 
     def _launch(self, plan: Plan, *, fails: bool) -> GhostFlight | None:
         based = rebase(self.state, plan, self.ghost.holds)
@@ -275,40 +307,52 @@ class Drive:
         marks = () if bad is None or not len(plan.samples) else (bad % len(plan.samples),)
         result = self.ghost.land(flight, marks)
         before, name = self.state, self.name
-        state, output = commit(before, plan, result, self.hasher)
+        state, output = accept(before, plan, result, self.hasher)
         if digest(before) != name:
-            raise Fault("commit changed the state that it was given")
+            raise Fault("accept changed the state that it was given")
         learned = self._accept(plan, marks, output)
         self._told(output.finished)
         self.ledger.observe(state, learned)
         self._note(Landed(plan.step, tuple(ints(result.tokens)), marks), state, observed=True)
-        if digest(commit(before, plan, result, self.hasher)[0]) != self.name:
+        if digest(accept(before, plan, result, self.hasher)[0]) != self.name:
             raise Fault("committing the same tokens twice gives different states")
         return output
 
     def _accept(self, plan: Plan, bad: tuple[int, ...], output: Output) -> set[Content]:
         """Count the tokens of *plan* as known; the contents whose KV has landed with it."""
-        failed = {int(plan.seqs[plan.sample_rows[i]]) for i in bad}
-        sampled = {int(plan.seqs[i]) for i in ints(plan.sample_rows)}
-        accepted: dict[int, int] = {}
+        failed = {place_of(plan, i) for i in bad}
+        sampling, drafts = set(ints(plan.sample_rows)), plan.drafts or (0,) * len(plan.rows)
+        accepted: dict[int, list[int]] = {}
         learned: set[Content] = set()
         size = self.limits.block_size
-        for seq, end in zip(ints(plan.seqs), ints(plan.context), strict=True):
+        ends = ints(np.cumsum(plan.count))
+        for i, (seq, context, n) in enumerate(zip(ints(plan.seqs), ints(plan.context), drafts, strict=True)):
             script = self.ghost.scripts[SeqId(seq)]
             if not self.books.took_part(script.seq, plan):
                 continue
-            if seq in failed:
-                self._end(script.seq, "error")
-                continue
             salt, tokens = script.request.salt, script.answer.tokens
-            learned |= {(salt, tokens[:upto]) for upto in range(size, end + 1, size)}
-            if seq in sampled:
-                accepted[seq] = tokens[script.known]
+            guesses = ints(plan.inputs[ends[i] - n : ends[i]])
+            for j, end in enumerate(range(context - n, context + 1)):  # one token after the other, as without drafts
+                if (i, end - 1) in failed:
+                    self._end(script.seq, "error")
+                    break
+                learned |= {(salt, tokens[:upto]) for upto in range(size, end + 1, size)}
+                if i not in sampling:
+                    break
+                token = tokens[script.known]
+                accepted.setdefault(seq, []).append(token)
                 script.known += 1
                 if script.known == len(tokens):
                     self._end(script.seq, script.answer.reason)
-        given = dict(zip(ints(output.seqs), ints(output.tokens), strict=True))
-        if given != accepted or len(output.seqs) != len(given) or output.step != plan.step:
+                    break
+                if j < n and guesses[j] != token:
+                    break
+            if n and script.seq in self.books.done:
+                self.books.taken_back(script.seq)
+        given: dict[int, list[int]] = {}
+        for seq, token in zip(ints(output.seqs), ints(output.tokens), strict=True):
+            given.setdefault(seq, []).append(token)
+        if given != accepted or output.step != plan.step:
             raise Fault(f"step {plan.step} gave tokens {given}; it should be {accepted}")
         return learned if self.limits.prefix_cache else set()
 

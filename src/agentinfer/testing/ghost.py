@@ -124,17 +124,21 @@ class GhostDevice:
         tokens, ok = result.tokens.copy(), result.ok.copy()
         for i in bad:
             tokens[i], ok[i] = POISON, False
-            self._spoil_rows(flight.plan, {int(flight.plan.seqs[flight.plan.sample_rows[i]])})
+            at, position = place_of(flight.plan, i)
+            if flight.plan.drafts and flight.plan.drafts[at] > flight.plan.context[at] - position - 1:
+                self._spoil_rows(flight.plan, {int(flight.plan.seqs[at])}, position)
+            else:
+                self._spoil_rows(flight.plan, {int(flight.plan.seqs[at])})
         return sampled(flight.plan, tokens, ok)
 
     def spoil(self, plan: Plan) -> None:
         """The step of *plan* failed: what it wrote, and what later steps computed from that, is rubbish."""
         self._spoil_rows(plan, set(ints(plan.seqs)))
 
-    def _spoil_rows(self, plan: Plan, seqs: set[int]) -> None:
+    def _spoil_rows(self, plan: Plan, seqs: set[int], first: int = 0) -> None:
         seqs = {seq for seq in seqs if self.runs[seq][0] <= plan.step}
         for slot, written in self.kv.items():
-            if written.seq in seqs and written.step >= plan.step:
+            if written.seq in seqs and written.step >= plan.step and written.position >= first:
                 self.kv[slot] = Written(-1, written.seq, written.position, written.step)
         for row in [row for row, (seq, _, _) in self.last.items() if seq in seqs]:
             del self.last[row]
@@ -213,8 +217,11 @@ class GhostDevice:
         size, table, end = self.limits.block_size, self.tables.get(row, []), start + count
         if end > len(table) * size:
             raise Fault(f"position {end - 1} of sequence {seq} lies beyond the {len(table)} blocks of row {row}")
-        if end > min(limit(self.limits, script.request) - 1, len(script.prints)):
+        drafts = plan.drafts[i] if plan.drafts else 0
+        if end > limit(self.limits, script.request) - 1 or end - drafts > len(script.prints):
             raise Fault(f"step {plan.step} computes up to position {end - 1} of sequence {seq}, beyond its end")
+        if drafts and end - drafts != script.known:
+            raise Fault(f"step {plan.step} guesses position {end - drafts} of sequence {seq}: {script.known} are known")
         since, come = self.runs.get(seq, (plan.step, start))
         self.runs[seq] = (since if come == start else plan.step, end)
         slots = [table[p // size] * size + p % size for p in range(end)]
@@ -228,7 +235,9 @@ class GhostDevice:
                     f"position {position} of sequence {seq} goes to slot {plan.slots[flat]}, its table says "
                     f"{slots[position]}"
                 )
-            at_print = extend(at_print, self._input(plan, script, row, position, int(plan.inputs[flat])))
+            given = int(plan.inputs[flat])
+            guessed = position >= end - drafts
+            at_print = extend(at_print, given if guessed else self._input(plan, script, row, position, given))
             self.kv[slots[position]] = Written(at_print, SeqId(seq), position, plan.step)
         if (end >= script.known) != bool((plan.sample_rows == i).any()):
             what = "samples a chunk that is not the last" if end < script.known else "does not sample the last chunk"
@@ -264,7 +273,7 @@ class GhostDevice:
     def _sample(self, plan: Plan, i: int) -> int:
         at = int(plan.sample_rows[i])
         script = self.scripts[SeqId(int(plan.seqs[at]))]
-        check_sampling(self.limits, script, plan.sampling, i, int(plan.context[at]))
+        check_sampling(self.limits, script, plan.sampling, i, place_of(plan, i)[1] + 1)
         check_edit(plan, script, i, self.told)
         banned = dict(plan.sampling.banned).get(i, ())
         seed, index = int(plan.sampling.seed[i]), int(plan.sampling.index[i])
@@ -272,10 +281,17 @@ class GhostDevice:
         return choose(held.print, seed, index, banned, self.limits.vocab_size)
 
 
+def place_of(plan: Plan, sample: int) -> tuple[int, int]:
+    """Which of the plan's rows *sample* is of, and after which position of it."""
+    at = int(plan.sample_rows[sample])
+    return at, int(plan.start[at] + plan.samples[sample] - plan.count[:at].sum())
+
+
 def check_shape(limits: Limits, plan: Plan) -> None:
     """Raise Fault unless *plan* is well-formed and within *limits*."""
     rows, count, seqs, slots, samples = map(ints, (plan.rows, plan.count, plan.seqs, plan.slots, plan.samples))
     total, ends = sum(count), np.cumsum(plan.count) - 1
+    drafts, sampling = plan.drafts or (0,) * len(rows), set(ints(plan.sample_rows))
     each_row = (plan.seqs, plan.start, plan.count, plan.context)
     each_sample = (plan.sample_rows, plan.sampling.params, plan.sampling.index)
     if not rows or any(len(column) != len(rows) for column in each_row):
@@ -295,7 +311,15 @@ def check_shape(limits: Limits, plan: Plan) -> None:
         (all(slot >= limits.block_size for slot in slots), lambda: f"writes into the sink: {slots}"),
         (samples == sorted(set(samples)), lambda: f"samples {samples}"),
         (all(len(column) == len(samples) for column in each_sample), lambda: "has sampling columns of unequal length"),
-        (ints(ends[plan.sample_rows]) == samples, lambda: f"samples positions {samples}, its rows end at {ends}"),
+        (
+            len(drafts) == len(rows) and all(0 <= drafts[i] < count[i] for i in range(len(rows))),
+            lambda: f"has drafts {drafts} among {count} positions",
+        ),
+        (
+            samples
+            == [end - drafts[i] + j for i, end in enumerate(ints(ends)) if i in sampling for j in range(drafts[i] + 1)],
+            lambda: f"samples positions {samples}; its rows end at {ends}, with {drafts} drafts",
+        ),
         (all(i < len(samples) for i, _ in plan.sampling.banned), lambda: f"bans tokens for {plan.sampling.banned}"),
     )
     for holds, otherwise in rules:

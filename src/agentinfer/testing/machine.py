@@ -66,6 +66,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.arrive(data, 1)  # type: ignore[call-arg]
         self._do(self.drive.step)
 
+    @rule(data=st.data(), times=st.integers(1, 6), fault=st.sampled_from((None, None, None, "launch", "land", "bad")))
+    def speculate(self, data: st.DataObject, times: int, fault: str | None) -> None:
+        """Steps in which guesses are verified: right ones, wrong ones, and right ones with wrong ones after."""
+        for i in range(times):
+            going_wrong = fault if i == times - 1 else None
+            self._do(
+                self.drive.step,
+                launch_fails=going_wrong == "launch",
+                land_fails=going_wrong == "land",
+                bad=data.draw(st.integers(0, 15)) if going_wrong == "bad" else None,
+                propose=lambda: data.draw(strategies.drafts(self.drive.ghost.scripts.values())),
+            )
+
     @rule(launch=st.booleans(), land=st.booleans())
     def fail(self, launch: bool, land: bool) -> None:
         """A step that raises: at launch, at landing, or the one at launch while the one before lands badly too."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 from agentinfer.state.blocks import BlockHash, block_hash
+from agentinfer.state.ids import SeqId
 from agentinfer.state.limits import Limits
 from agentinfer.state.policy import POLICIES, Policy
 from agentinfer.state.request import Request, SamplingParams
+from agentinfer.testing.ghost import Script
 from agentinfer.testing.oracle import SPREAD
 
 VOCAB = 16
@@ -79,6 +81,16 @@ def requests(draw: st.DrawFn, limits: Limits, earlier: Sequence[tuple[int, ...]]
         prompt = draw(st.sampled_from([(), (VOCAB,), (0,) * limits.max_model_len]))
     params = draw(sampling_params(room=max(limits.max_model_len - len(prompt), 0)))
     return Request(prompt, params, salt=draw(_SALTS))
+
+
+@st.composite
+def drafts(draw: st.DrawFn, scripts: Iterable[Script]) -> dict[SeqId, tuple[int, ...]]:
+    """Guesses at the next tokens of each of *scripts*: so many right ones, then whatever."""
+    found: dict[SeqId, tuple[int, ...]] = {}
+    for script in scripts:
+        right = script.answer.tokens[script.known : script.known + draw(st.integers(0, 5))]
+        found[script.seq] = (*right, *draw(st.lists(st.integers(0, SPREAD), max_size=3)))
+    return found
 
 
 def policies() -> st.SearchStrategy[Policy]:
