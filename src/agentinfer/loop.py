@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
@@ -44,12 +44,12 @@ from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Land
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, seal
 from agentinfer.state.logprobs import TokenLogprobs
-from agentinfer.state.plan import Output
+from agentinfer.state.plan import Output, Plan
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
-from agentinfer.state.speculate import accept
+from agentinfer.state.speculate import accept, drafts_of
 from agentinfer.steps import Device, Flight, Machine, finish, land, launch
 from agentinfer.text import Text, eos_union, load_text
 
@@ -63,7 +63,18 @@ class World:
     flight: Flight | None
 
 
-def advance(m: Machine, world: World, events: Iterable[Event] = (), note: Note = silent) -> tuple[World, Output | None]:
+Planner = Callable[[Machine, EngineState], tuple[Machine, EngineState, Plan | None]]
+"""Plans a step: the machine to run it, and what `schedule` gives."""
+
+
+def planned(m: Machine, state: EngineState) -> tuple[Machine, EngineState, Plan | None]:
+    """The next step by the machine's policy, on that machine."""
+    return m, *schedule(state, m.policy)
+
+
+def advance(
+    m: Machine, world: World, events: Iterable[Event] = (), note: Note = silent, planner: Planner = planned
+) -> tuple[World, Output | None]:
     """One turn of the engine: hear *events*, plan and launch a step, land the one before it.
 
     The output is of the step that landed, and of whatever else ended; None: nothing did. Without overlap the
@@ -76,11 +87,11 @@ def advance(m: Machine, world: World, events: Iterable[Event] = (), note: Note =
     if flight is not None and not m.overlap:
         state, output = settle(state, flight, note)
         flight = None
-    state, plan = schedule(state, m.policy)
+    runner, state, plan = planner(m, state)
     launched, device = None, world.device
     if plan is not None:
-        note(Stepped(), state)
-        launched, device = launch(m, device, rebase(state, plan, device.kv.step))
+        note(Stepped(drafts_of(plan)), state)
+        launched, device = launch(runner, device, rebase(state, plan, device.kv.step))
         if isinstance(launched, Failed):
             state = fold(state, (launched,))
             note(launched, state)
@@ -155,6 +166,8 @@ class Engine:
     """Told of each event at once, of Stepped before that step is launched: how rank 0 tells the other ranks (ranks.py).
     What it raises ends the step.
     """
+    planner: Planner = planned
+    """How steps are planned: speculative.py has another way."""
     names: dict[str, SeqId] = field(factory=dict[str, SeqId])
     """Sequences that clients named themselves."""
     news: deque[tuple[Event, EngineState]] = field(factory=deque[tuple[Event, EngineState]])
@@ -262,7 +275,7 @@ def _turn(engine: Engine) -> Output | None:
         engine.news.append((event, state))
 
     try:
-        output = _enter(engine, *advance(engine.machine, before, note=note), note)
+        output = _enter(engine, *advance(engine.machine, before, note=note, planner=engine.planner), note)
     except BaseException:
         engine.news.clear()  # of a step that never was
         output = _enter(engine, *recovered(before, note), note)

@@ -41,6 +41,7 @@ from agentinfer.state.event import Event, Failed, Landed, Stepped
 from agentinfer.state.history import fold
 from agentinfer.state.plan import plan_digest
 from agentinfer.state.schedule import rebase, schedule
+from agentinfer.state.speculate import speculate
 from agentinfer.state.trace import decode_event, encode_event
 from agentinfer.steps import Device, Flight, Machine, finish, launch
 from agentinfer.text import eos_union, load_text
@@ -72,12 +73,13 @@ class Lead:
     def __call__(self, event: Event, state: EngineState) -> None:
         """A Note for Engine.lead. Raises RankLost, and AgentInferError for a step that can not be told any more."""
         match event:
-            case Stepped():
+            case Stepped(drafts):
                 plan = state.last
                 if plan is None or plan.step <= self.step:
                     raise AgentInferError(f"step {self.step} was interrupted, but other ranks have begun it")
                 self.step = self.pulse.step = plan.step
-                turn = {"events": [*self.waiting, {"event": "Stepped", "plan": plan_digest(plan)}]}
+                step = {"event": "Stepped", "plan": plan_digest(plan), "drafts": drafts}
+                turn = {"events": [*self.waiting, step]}
                 self.waiting.clear()
                 self.tell(turn)
             case Landed(step, tokens, bad):
@@ -106,6 +108,8 @@ def follow(m: Machine, device: Device, turns: Iterable[Turn], pulse: Pulse) -> E
         *before, stepped = turn["events"]
         state = _landed(m, state, flights, before)
         state, plan = schedule(state, m.policy)
+        if plan is not None:
+            state, plan = speculate(state, plan, dict(stepped["drafts"]))
         pulse.step = state.step - 1
         _agree(m, pulse.step, "plan", "none" if plan is None else plan_digest(plan), stepped["plan"])
         if plan is not None:
