@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import torch
 from attrs import define, evolve, field, frozen
 
 import toys
@@ -19,6 +20,7 @@ from agentinfer.loop import Engine
 from agentinfer.server.guard import Keys
 from agentinfer.server.run import EngineDead, Options, bind, serve
 from agentinfer.state.engine import has_work
+from agentinfer.text import encode
 from tiny import write_tiny
 
 NAME = "tiny"
@@ -152,3 +154,24 @@ def with_forward(engine: Engine, forward: Callable[..., Any]) -> Engine:
     """*engine*, whose model computes by *forward*."""
     engine.machine = evolve(engine.machine, model=evolve(engine.machine.model, forward=forward))
     return engine
+
+
+def says(engine: Engine, words: str) -> Engine:
+    """*engine*, whose model answers *words* to whatever it is asked, one request after the other."""
+    text = engine.text
+    assert text is not None
+    script = [*encode(text, words, parse_special_tokens=True), *engine.machine.limits.eos_ids[:1]]
+    inner, told = engine.machine.model.forward, [0]
+
+    def forward(*given: Any) -> Any:
+        logits_SV, kv = inner(*given)
+        if len(logits_SV):
+            token = script[told[0] % len(script)]
+            told[0] += 1
+            logits_SV = torch.zeros_like(logits_SV)
+            logits_SV[:, token] = 100.0
+        return logits_SV, kv
+
+    # Without overlap no step is wasted after the last token, so the next request begins at the beginning.
+    engine.machine = evolve(engine.machine, overlap=False)
+    return with_forward(engine, forward)
