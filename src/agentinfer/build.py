@@ -23,6 +23,7 @@ from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, r
 from agentinfer.ops.choose import choose, choose_traced
 from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.compiled import compiled_layer
+from agentinfer.ops.edit import no_tables
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_blocks_that_fit, renew
 from agentinfer.ops.provide import Ops
@@ -216,7 +217,8 @@ def compiled(m: Machine, layouts: tuple[KvLayout, ...], backend: Any = "inductor
 def new_device(limits: Limits, layouts: tuple[KvLayout, ...], device: torch.device) -> Device:
     """KV memory, block tables and last tokens of a device that has not stepped yet."""
     columns = cdiv(limits.max_model_len, limits.block_size)
-    return Device(allocate(layouts, limits.num_blocks, limits.max_num_seqs, columns, device), new_last(limits, device))
+    kv = allocate(layouts, limits.num_blocks, limits.max_num_seqs, columns, device)
+    return Device(kv, new_last(limits, device), no_tables(limits.vocab_size, device))
 
 
 def working_memory(m: Machine, layouts: tuple[KvLayout, ...], *, graphs: bool) -> int:
@@ -276,7 +278,7 @@ def _try_step(m: Machine, placed: Donated[Device], start: int, counts: list[int]
     params = np.zeros(len(counts), PARAMS)
     for params["temperature"], params["top_p"] in ((1.0, 0.9), (1.0, 1.0)):
         m.ops.sample(logits_SV, SamplingColumns(params, np.zeros(len(counts), np.int32), ()))
-    return Device(renew(kv, "a trial of the largest steps"), placed.last)
+    return Device(renew(kv, "a trial of the largest steps"), placed.last, placed.edits)
 
 
 def _graph_memory(m: Machine, placed: Donated[Device]) -> tuple[int, Device]:

@@ -21,10 +21,10 @@ from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.ops.sample import idle, words
-from agentinfer.sampling import Late, count_chosen, edited, pass_on
-from agentinfer.state.ids import I32, ints
+from agentinfer.sampling import Late, choose_edited, count_chosen, edit_on_device, edited, enter, pass_on
+from agentinfer.state.ids import I32
 from agentinfer.state.plan import Plan
-from agentinfer.steps import Device, Flight, Machine, decode_step, rows_of, take_off, write_edited
+from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
 
 PARAMS_WORDS = 8
 LEAD = 4
@@ -137,7 +137,8 @@ def bindings(device: Device) -> tuple[int, ...]:
 
 def counts_of(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """0 to *rows* as int32, and to *rows* - 1 as int64: where the queries of one a row begin, and which they are."""
-    return torch.arange(rows + 1, dtype=torch.int32, device=device), torch.arange(rows, device=device)
+    each = torch.arange(-LEAD, rows + 1, dtype=torch.int32, device=device)[LEAD:]
+    return each, torch.arange(rows, device=device)
 
 
 def inputs_of(block: Block, table: Tensor, ids: Tensor, counts: tuple[Tensor, Tensor], max_context: int) -> Inputs:
@@ -216,7 +217,7 @@ def _step(
         sampled = torch.empty_like(chosen)
         m.ops.sample_rows(logits_RV, block.params, block.index, sampled[0], sampled[1])
         hand_over(sampled, block.rows, block.places, last, chosen)
-    return logits_RV, Device(kv, last)
+    return logits_RV, Device(kv, last, device.edits)
 
 
 def replaying(m: Machine, graphs: dict[int, Captured]) -> Machine:
@@ -259,9 +260,13 @@ def replay(
         return take_off(plan, chosen), Device(holding(kv, plan.step), last, tables)
     at = np.argsort(sent.places.numpy()[:rows])  # the graph's row of each of the plan's
     if now:
-        write_edited(m, tables, plan, now, rows_of(captured.logits_RV, ints(at[list(now)])), chosen)
+        logits_PV = edit_on_device(m.ops, tables, plan, now, captured.logits_RV, at[list(now)])
+        chosen = enter(chosen, now, choose_edited(m.ops, plan, now, logits_PV, m.host)[0])
         last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
-    waiting = Late(late, rows_of(captured.logits_RV, ints(at[list(late)])), chosen) if late else None
+    waiting = None
+    if late:
+        logits_PV = edit_on_device(m.ops, tables, plan, late, captured.logits_RV, at[list(late)])
+        waiting = Late(late, logits_PV if m.ranks.tp.rank == 0 else None, chosen)
     return take_off(plan, chosen, waiting), Device(holding(kv, plan.step), last, tables)
 
 

@@ -17,11 +17,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from agentinfer.ops.edit import EditTables, add_bias, ban, count, mask, penalise
+from agentinfer.ops.edit import EditTables, ban, count, mask
 from agentinfer.ops.inputs import put
 from agentinfer.ops.kv import Donated
-from agentinfer.ops.sample import Sample, subset
-from agentinfer.state.ids import I32, SeqId
+from agentinfer.ops.provide import Ops
+from agentinfer.ops.sample import choose_on_device, subset
+from agentinfer.state.ids import I32, I64, SeqId
 from agentinfer.state.plan import Edit, Plan
 from agentinfer.state.request import Request, bad_tokens, biased, needs_host, penalised
 
@@ -49,8 +50,8 @@ class Late:
 
     which: tuple[int, ...]
     """Ascending."""
-    logits_PV: Tensor
-    """Theirs, raw; a copy that nobody else has."""
+    logits_PV: Tensor | None
+    """Theirs, after what the device edits; a copy that nobody else has. None: another rank chooses."""
     chosen: Tensor
     """[2, S or more] int64 of the step: tokens, ok. Theirs are still to come."""
 
@@ -109,22 +110,33 @@ def ask_host(
     return ready, broken
 
 
+def edit_on_device(
+    ops: Ops, tables: EditTables, plan: Plan, which: Sequence[int], logits_SV: Tensor, rows: I64
+) -> Tensor:
+    """A copy of the logits of the samples *which*, which are *rows* of *logits*: with bias and penalties. [P, V]."""
+    place = {sample: i for i, sample in enumerate(which)}
+    places = np.full((3, len(which)), -1, np.int32)
+    places[0] = rows
+    for edit in plan.edits:
+        if (i := place.get(edit.sample)) is not None:
+            places[1, i] = edit.row if biased(edit.request.params) else -1
+            places[2, i] = edit.row if penalised(edit.request.params) else -1
+    return ops.edit_rows(logits_SV, put(places, logits_SV.device), tables)
+
+
 def choose_edited(
-    sample: Sample,
-    tables: EditTables | None,
+    ops: Ops,
     plan: Plan,
     which: Sequence[int],
     logits_PV: Donated[Tensor],
     host: Host,
-    ready: Mapping[int, Ready],
+    ready: Mapping[int, Ready] = MappingProxyType({}),
 ) -> tuple[Tensor, list[Broken]]:
-    """[2, P] int64: tokens and ok of the samples *which* (ascending) of *plan*, whose raw *logits* are a copy; what
-    raised. *Donates* logits. *ready*: of those that waited for the host.
+    """[2, P] int64: tokens and ok of the samples *which* (ascending) of *plan*, and what raised. *logits* are those of
+    `edit_on_device`: what is banned here is -inf before the penalties or after them. *Donates* logits. *ready*: of the
+    samples that waited for the host.
     """
-    place = {number: i for i, number in enumerate(which)}
-    edits = [edit for edit in plan.edits if edit.sample in place]
-    if tables is not None and (rows := _rows_of(place, [e for e in edits if biased(e.request.params)]))[0]:
-        logits_PV = add_bias(logits_PV, tables, *rows)
+    place = {sample: i for i, sample in enumerate(which)}
     banned = [(place[i], token) for i, tokens in plan.sampling.banned if i in place for token in tokens]
     banned += [(place[i], token) for i, one in ready.items() for token in one.banned]
     if banned:
@@ -132,16 +144,13 @@ def choose_edited(
     masks = [(place[i], one.words) for i, one in ready.items() if one.words is not None]
     if masks:
         logits_PV = mask(logits_PV, [at for at, _ in masks], np.stack([words for _, words in masks]))
-    if tables is not None and (rows := _rows_of(place, [e for e in edits if penalised(e.request.params)]))[0]:
-        logits_PV = penalise(logits_PV, tables, *rows)
-    broken = [why for edit in edits if edit.sample in ready and (why := _process(host, edit, ready, place, logits_PV))]
+    asking = [edit for edit in plan.edits if edit.sample in ready]
+    broken = [why for edit in asking if (why := _process(host, edit, ready, place, logits_PV))]
     asked = subset(plan.sampling, np.array(which, np.int64))
-    tokens, ok = sample(logits_PV, evolve(asked, banned=()))
+    if ops.sample_rows is not None:
+        return choose_on_device(ops.sample_rows, logits_PV, asked), broken
+    tokens, ok = ops.sample(logits_PV, evolve(asked, banned=()))
     return torch.stack((tokens, ok.to(tokens.dtype))), broken
-
-
-def _rows_of(place: Mapping[int, int], edits: Sequence[Edit]) -> tuple[list[int], list[int]]:
-    return [place[edit.sample] for edit in edits], [edit.row for edit in edits]
 
 
 def _process(
@@ -158,6 +167,13 @@ def _process(
     return None
 
 
+def enter(chosen: Donated[Tensor], which: Sequence[int], found_2P: Tensor) -> Tensor:
+    """Write what was *found* of the samples *which* into *chosen*: [2, S or more] int64, tokens and ok. *Donates*
+    chosen.
+    """
+    return chosen.index_copy_(1, put(np.array(which, np.int64), chosen.device), found_2P)
+
+
 def pass_on(last: Donated[Tensor], plan: Plan, which: Sequence[int], chosen: Tensor) -> Tensor:
     """Write what the samples *which*, of one row each, chose ([2, S or more] int64 *chosen*) into *last*, for the next
     step's inputs. *Donates* last.
@@ -167,12 +183,10 @@ def pass_on(last: Donated[Tensor], plan: Plan, which: Sequence[int], chosen: Ten
     return last.index_copy_(0, at[1], chosen[0].index_select(0, at[0]).to(last.dtype))
 
 
-def count_chosen(
-    tables: Donated[EditTables] | None, plan: Plan, which: Sequence[int], chosen: Tensor
-) -> EditTables | None:
+def count_chosen(tables: Donated[EditTables], plan: Plan, which: Sequence[int], chosen: Tensor) -> EditTables:
     """Count what those of the samples *which* chose whose penalties depend on it. *Donates* tables."""
     counting = [edit for edit in plan.edits if edit.sample in which and penalised(edit.request.params)]
-    if tables is None or not counting:
+    if not counting:
         return tables
     samples = put(np.array([edit.sample for edit in counting], np.int64), chosen.device)
     return count(tables, [edit.row for edit in counting], chosen[0].index_select(0, samples))

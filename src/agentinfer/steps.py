@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,23 @@ from torch import Tensor
 
 from agentinfer.models.model import Model
 from agentinfer.ops.comm import Ranks
-from agentinfer.ops.edit import EditTables, no_tables, tell
-from agentinfer.ops.inputs import Inputs, put, remember, stage
+from agentinfer.ops.edit import EditTables, tell
+from agentinfer.ops.inputs import Inputs, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.sample import idle
-from agentinfer.sampling import Broken, Host, Late, Ready, ask_host, choose_edited, count_chosen, edited, pass_on
+from agentinfer.sampling import (
+    Broken,
+    Host,
+    Late,
+    ask_host,
+    choose_edited,
+    count_chosen,
+    edit_on_device,
+    edited,
+    enter,
+    pass_on,
+)
 from agentinfer.state.event import Failed
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
@@ -33,8 +43,8 @@ class Device:
     kv: KvCache
     last: Tensor
     """[rows + 1] int64: the last token that each row sampled."""
-    edits: EditTables | None = None
-    """What it was told of rows whose logits are edited; None: of none yet."""
+    edits: EditTables
+    """What it was told of rows whose logits are edited."""
 
 
 @frozen(eq=False)
@@ -92,9 +102,7 @@ def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Fa
     of its sequences. Among several ranks it is raised: what one rank can not do, the others have begun.
     """
     try:
-        if plan.told:
-            known = no_tables(m.limits.vocab_size, m.ranks.device) if device.edits is None else device.edits
-            device = evolve(device, edits=tell(known, plan.told))
+        device = evolve(device, edits=tell(device.edits, plan.told)) if plan.told else device
         replayed = m.replay(device, plan) if m.replay is not None else None
         return _eager(m, device, plan) if replayed is None else replayed
     except Exception as error:
@@ -109,13 +117,16 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     logits_SV, kv = step(m, kv, x)
     now, late = edited(plan)
     chosen = _choose(m, logits_SV, plan, device.edits, now, late)
-    tables = count_chosen(device.edits, plan, now, chosen) if now else device.edits
-    waiting = Late(late, rows_of(logits_SV, late), chosen) if late else None
-    return take_off(plan, chosen, waiting), Device(kv, remember(device.last, x, chosen[0]), tables)
+    waiting = None
+    if late and m.ranks.tp.rank == 0:
+        waiting = edit_on_device(m.ops, device.edits, plan, late, logits_SV, np.array(late))
+    tables = count_chosen(device.edits, plan, now, chosen)
+    device = Device(kv, remember(device.last, x, chosen[0]), tables)
+    return take_off(plan, chosen, Late(late, waiting, chosen) if late else None), device
 
 
 def _choose(
-    m: Machine, logits_SV: Tensor, plan: Plan, tables: EditTables | None, now: tuple[int, ...], late: tuple[int, ...]
+    m: Machine, logits_SV: Tensor, plan: Plan, tables: EditTables, now: tuple[int, ...], late: tuple[int, ...]
 ) -> Tensor:
     """[2, S] int64: tokens, ok; of the samples *late* nothing yet. Rank 0 decides for all."""
     tp = m.ranks.tp
@@ -124,30 +135,10 @@ def _choose(
     tokens_S, ok_S = m.ops.sample(logits_SV, idle(plan.sampling, (*now, *late)))
     chosen = torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))
     if now:
-        write_edited(m, tables, plan, now, rows_of(logits_SV, now), chosen)
+        logits_PV = edit_on_device(m.ops, tables, plan, now, logits_SV, np.array(now))
+        found, _ = choose_edited(m.ops, plan, now, logits_PV, m.host)
+        chosen = enter(chosen, now, found)
     return tp.broadcast(chosen)
-
-
-def rows_of(logits: Tensor, which: Sequence[int]) -> Tensor:
-    """A copy of the rows *which*, [P, V]."""
-    return logits.index_select(0, put(np.array(which, np.int64), logits.device))
-
-
-def write_edited(
-    m: Machine,
-    tables: EditTables | None,
-    plan: Plan,
-    which: tuple[int, ...],
-    logits_PV: Donated[Tensor],
-    chosen: Donated[Tensor],
-    ready: Mapping[int, Ready] = MappingProxyType({}),
-) -> list[Broken]:
-    """Choose the samples *which*, whose raw *logits* these are, after their edits, and write that into *chosen* ([2, S
-    or more] int64: tokens, ok). What of it raised. *Donates* logits and chosen.
-    """
-    found, broken = choose_edited(m.ops.sample, tables, plan, which, logits_PV, m.host, ready)
-    chosen.index_copy_(1, put(np.array(which, np.int64), chosen.device), found)
-    return broken
 
 
 def finish(
@@ -162,12 +153,13 @@ def finish(
     if late is None:
         return flight, device, []
     try:
-        broken: list[Broken] = []
-        if tp.rank == 0:
+        chosen, broken = late.chosen, list[Broken]()
+        if late.logits_PV is not None:
             waiting = [edit for edit in plan.edits if edit.sample in late.which]
             ready, broken = ask_host(m.host, waiting, known)
-            broken += write_edited(m, device.edits, plan, late.which, late.logits_PV, late.chosen, ready)
-        chosen = tp.broadcast(late.chosen)
+            found, raised = choose_edited(m.ops, plan, late.which, late.logits_PV, m.host, ready)
+            chosen, broken = enter(chosen, late.which, found), broken + raised
+        chosen = tp.broadcast(chosen)
         tables = count_chosen(device.edits, plan, late.which, chosen)
         last = pass_on(device.last, plan, late.which, chosen)
         return take_off(plan, chosen), Device(device.kv, last, tables), broken

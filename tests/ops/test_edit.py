@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentinfer.ops import edit
+from agentinfer.ops.provide import reference
 from agentinfer.ops.sample import sample
-from agentinfer.sampling import Host, Ready, choose_edited, completing
+from agentinfer.sampling import Host, Ready, choose_edited, completing, edit_on_device
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import Row, SeqId
 from agentinfer.state.plan import Edit, Plan, SamplingColumns, Told
@@ -35,6 +36,11 @@ def tables(*rows: Told, vocab: int = VOCAB) -> edit.EditTables:
     return edit.tell(edit.no_tables(vocab, CPU), rows)
 
 
+def places(*samples: tuple[int, int, int]) -> torch.Tensor:
+    """Of each: its row of logits, that of the bias, that of the counts."""
+    return torch.tensor(samples, dtype=torch.int32).t().contiguous()
+
+
 # --- worked cases ---------------------------------------------------------------------------------------------------
 
 
@@ -44,7 +50,8 @@ def test_the_worked_case_of_penalties() -> None:
         told(2, [1, 1, 2], [3, 3], repetition_penalty=2, presence_penalty=0.5, frequency_penalty=0.25), vocab=6
     )
     logits = torch.tensor([[9.0] * 6, [2.0, 1.0, -1.0, 0.5, -0.5, 0.0]])
-    assert edit.penalise(logits, known, [1], [2]).tolist() == [[9.0] * 6, [2.0, 0.5, -2.0, -0.75, -0.5, 0.0]]
+    after = edit.edit_rows(logits, places((1, -1, 2), (0, -1, -1)), known)
+    assert after.tolist() == [[2.0, 0.5, -2.0, -0.75, -0.5, 0.0], [9.0] * 6]
 
 
 def test_what_is_chosen_is_counted_as_what_was_told() -> None:
@@ -64,10 +71,11 @@ def test_a_bias_of_100_forces_and_one_of_minus_100_removes() -> None:
     logits = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)) * 5
     logits[2, 5] = 40.0
     before = logits.clone()
-    after = edit.add_bias(logits, known, [0, 2], [1, 2])
+    after = edit.edit_rows(logits, places((0, 1, -1), (1, -1, -1), (2, 2, -1)), known)
     assert int(after[0].argmax()) == 5
     assert float(after[2, 5]) == -60
     assert torch.equal(after[1], before[1])
+    assert torch.equal(logits, before)
 
 
 def test_a_row_that_is_given_again_forgets() -> None:
@@ -199,9 +207,9 @@ def test_edits_and_choice_are_those_of_a_plain_pipeline(data: st.DataObject, cou
         for i, ((one, _, mask, _), late) in enumerate(zip(drawn, host, strict=True)) if late
     }  # fmt: skip
     before = raw.clone()
-    copy = raw.clone()
-    chosen, broken = choose_edited(sample, tables(*asked), plan, range(count), copy, Host(PROCESSORS), ready)
-    assert not broken
+    copy = edit_on_device(reference(), tables(*asked), plan, range(count), raw, np.arange(count))
     assert torch.equal(raw, before)
+    chosen, broken = choose_edited(reference(), plan, range(count), copy, Host(PROCESSORS), ready)
+    assert not broken
     np.testing.assert_array_equal(copy.numpy(), np.stack(want))
     assert chosen.tolist() == [tokens.tolist(), [int(x) for x in ok]]

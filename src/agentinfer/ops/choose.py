@@ -252,9 +252,9 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
     ops, why = MAKERS[name](site), {"attend": asked, **layer}
     if name in ATTENTIONS and refusal("triton", site) is None:
         ours = MAKERS["triton"](site)
-        ops = attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows)
+        ops = attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows, edit_rows=ours.edit_rows)
         why |= dict.fromkeys(
-            ("sample", "sample_rows"), f"triton: {name} does not sample, and graphs need it on the device"
+            ("sample", "sample_rows", "edit_rows"), f"triton: {name} does not sample, and graphs need it on the device"
         )
     return ops, _because(others.get(name, asked), **why, **_lacking(name))
 
@@ -319,7 +319,8 @@ def traced_on(name: str, site: Site) -> Ops:
     chosen(name, site)  # raises if its rules do not hold
     ours, _ = chosen("triton", site)
     traced = _traced_with_fa3(name, site)
-    return attrs.evolve(traced or _opaque_gpu(fa3=False), sample=ours.sample, sample_rows=ours.sample_rows)
+    ops = traced or _opaque_gpu(fa3=False)
+    return attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows, edit_rows=ours.edit_rows)
 
 
 def _traced_with_fa3(name: str, site: Site) -> Ops | None:

@@ -1,12 +1,12 @@
 """Logits before temperature: bias, bans, masks, penalties; and what a device remembers of the rows that ask for them.
 
-Every function writes the logits it is given, and they are float32. The order in which they are called is that of
-agentinfer.sampling. P samples that are edited, V vocabulary, N rows of a table, places: which of the P.
+The order in which these functions are called is that of agentinfer.sampling. S samples, P of them edited, V vocabulary,
+N rows of a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from agentinfer.ops.kv import Donated
 from agentinfer.state.ids import I32
 from agentinfer.state.plan import Told
 from agentinfer.state.request import SamplingParams, bad_tokens, biased, penalised
+
+EditRows = Callable[[Tensor, Tensor, "EditTables"], Tensor]
+"""(logits_SV, places_3P int32, tables) -> [P, V] float32: see `edit_rows`."""
 
 
 @frozen(eq=False)
@@ -85,20 +88,36 @@ def counts_of(tokens: Sequence[int], prompt: int, vocab_size: int) -> I32:
     return counts.astype(np.int32)
 
 
-def add_bias(logits_PV: Donated[Tensor], tables: EditTables, places: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """Add the bias of *rows*. *Donates* logits."""
-    at = put(np.array((places, rows), np.int64), logits_PV.device)
-    return logits_PV.index_add_(0, at[0], tables.bias.index_select(0, at[1]))
+def edit_rows(logits_SV: Tensor, places_3P: Tensor, tables: EditTables) -> Tensor:
+    """A copy of the rows places[0] of *logits*, edited by what *tables* say: [P, V] float32.
+
+    First the bias of row places[1] is added, then the penalties of row places[2] are applied; -1: of none. Repetition:
+    the logit of a token in prompt or output is divided by it, or multiplied if negative. Then, of tokens in the output,
+    frequency times their number and presence are taken off.
+    """
+    source, biased, penalised = places_3P.to(torch.int64)
+    logits = logits_SV.index_select(0, source).to(torch.float32)
+    at = (biased >= 0).nonzero().squeeze(-1)
+    if len(at):
+        logits.index_add_(0, at, tables.bias.index_select(0, biased[at]))
+    at = (penalised >= 0).nonzero().squeeze(-1)
+    if len(at):
+        x, counts = logits.index_select(0, at), tables.counts.index_select(0, penalised[at])
+        presence, frequency, repetition = tables.penalties.index_select(0, penalised[at]).unsqueeze(-1).unbind(1)
+        x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        number = counts >> 1
+        logits.index_copy_(0, at, x - (frequency * number + presence * (number > 0)))
+    return logits
 
 
 def ban(logits_PV: Donated[Tensor], places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Set token tokens[i] of sample places[i] to -inf. *Donates* logits."""
+    """Set token tokens[i] of row places[i] to -inf. *Donates* logits."""
     at = put(np.array((places, tokens), np.int64), logits_PV.device)
     return logits_PV.index_put_((at[0], at[1]), logits_PV.new_tensor(float("-inf")))
 
 
 def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Tensor:
-    """Set to -inf what has no bit in the *words* of its sample: token i is bit i % 32 of word i // 32. *Donates*
+    """Set to -inf, in rows *places*, what has no bit in their *words*: token i is bit i % 32 of word i // 32. *Donates*
     logits.
 
     Raises ValueError for another number of words than the vocabulary needs.
@@ -111,22 +130,6 @@ def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Te
     forbidden = ((words >> (ids & 31)) & 1) == 0
     at = put(np.array(places, np.int64), device)
     return logits_PV.index_copy_(0, at, logits_PV.index_select(0, at).masked_fill_(forbidden, float("-inf")))
-
-
-def penalise(logits_PV: Donated[Tensor], tables: EditTables, places: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """Apply the penalties of *rows*, by the tokens that are counted there. *Donates* logits.
-
-    First repetition: the logit of a token in prompt or output is divided by it, or multiplied if negative. Then, for
-    tokens in the output, frequency times their number and presence are taken off.
-    """
-    at = put(np.array((places, rows), np.int64), logits_PV.device)
-    logits = logits_PV.index_select(0, at[0])
-    counts = tables.counts.index_select(0, at[1])
-    presence, frequency, repetition = tables.penalties.index_select(0, at[1]).unsqueeze(-1).unbind(1)
-    logits = torch.where(counts > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    number = counts >> 1
-    logits -= frequency * number + presence * (number > 0)
-    return logits_PV.index_copy_(0, at[0], logits)
 
 
 def count(tables: Donated[EditTables], rows: Sequence[int], tokens_P: Tensor) -> EditTables:

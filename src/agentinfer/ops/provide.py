@@ -20,9 +20,10 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.errors import InvalidSetting
-from agentinfer.ops import attention, linear, mla, moe, norm, rope, sample
+from agentinfer.ops import attention, edit, linear, mla, moe, norm, rope, sample
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group
+from agentinfer.ops.edit import EditRows
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
@@ -141,6 +142,8 @@ class Ops:
     """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool."""
     sample_rows: SampleRows | None = None
     """Sampling that a graph can capture; None: these ops wait for the host, so no graph can be made of them."""
+    edit_rows: EditRows = edit.edit_rows
+    """(logits_SV, places_3P, tables) -> [P, V] float32: some rows, with their bias and penalties."""
     traced: Callable[[Inputs, LayerKv, HeadShape], Traced] | None = None
     """What attend takes in place of Inputs where it is compiled; None: torch.compile can not trace these ops whole."""
 

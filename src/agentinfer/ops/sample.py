@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from agentinfer.ops.inputs import put
+from agentinfer.ops.kv import Donated
 from agentinfer.state.ids import F32, I64
 from agentinfer.state.plan import SamplingColumns
 
@@ -228,18 +229,23 @@ def on_device(choose_rows: SampleRows) -> Sample:
 
     def sample_on_device(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
         logits = logits_SV.to(torch.float32)
-        device, count = logits.device, len(logits)
-        block = np.concatenate((words(s).reshape(-1), s.index))
-        there = put(block, device)
         if s.banned:
             logits = _ban(logits, s.banned)
         elif len(needs_filters(s, logits.shape[-1])) and logits.dtype == logits_SV.dtype:
             logits = logits.clone()
-        chosen = torch.empty((2, count), dtype=torch.int64, device=device)
-        choose_rows(logits, there[: -count or None].view(count, -1), there[-count:], chosen[0], chosen[1])
+        chosen = choose_on_device(choose_rows, logits, s)
         return chosen[0], chosen[1] != 0
 
     return sample_on_device
+
+
+def choose_on_device(choose_rows: SampleRows, logits_SV: Donated[Tensor], s: SamplingColumns) -> Tensor:
+    """[2, S] int64: tokens, ok; waits for nothing. Heeds no bans of *s*. *Donates* logits (float32)."""
+    count, device = len(logits_SV), logits_SV.device
+    there = put(np.concatenate((words(s).reshape(-1), s.index)), device)
+    chosen = torch.empty((2, count), dtype=torch.int64, device=device)
+    choose_rows(logits_SV, there[: -count or None].view(count, -1), there[-count:], chosen[0], chosen[1])
+    return chosen
 
 
 def _ban(logits_SV: Tensor, banned: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:

@@ -33,6 +33,7 @@ from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kernels import add_norm, silu
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
 from agentinfer.ops.kernels.embed import embed
+from agentinfer.ops.kernels.edit import edit_rows
 from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_tokens
@@ -199,4 +200,5 @@ def triton_ops(
         ),
         sample=on_device(choose_rows),
         sample_rows=choose_rows,
+        edit_rows=edit_rows,
     )
