@@ -39,6 +39,9 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("triton", {"shape": HeadShape(34, 2, 64)}, "34 query heads"),
         ("triton", {"dtype": torch.float64}, "float64"),
         ("triton", {"device": CPU, "capability": None}, "cpu"),
+        ("persistent", {"dtype": torch.float16}, "float16, not bfloat16"),
+        ("persistent", {"capability": (10, 0)}, "capability 10.0"),
+        ("persistent", {"shape": HeadShape(8, 8, 96)}, "head_dim 96"),
         ("vllm", {"dtype": torch.float32}, "float32"),
         ("vllm", {"capability": (8, 0)}, "capability 8.0"),
         ("vllm", {"block_size": 8}, "block_size 8"),
@@ -61,6 +64,7 @@ def test_what_is_not_installed_and_what_is_too_old_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(choose.torch, "__version__", "2.11.0+cu130")
     for name in ("triton", "vllm", "flash-attn"):
         assert choose.refusal(name, HOPPER) == f"{name} is not installed"
+    assert choose.refusal("persistent", HOPPER) == "cuda-bindings is not installed"
     assert "2.11.0+cu130" in (choose.refusal("torch", HOPPER) or "")
     with pytest.raises(InvalidSetting, match="'magic' is none of auto, reference, triton"):
         choose.chosen("magic", HOPPER)
@@ -73,10 +77,19 @@ def test_every_provider_can_be_asked_for(everything: dict[str, Any]) -> None:
     for name in choose.RULES:
         ops, why = choose.chosen(name, evolve(HOPPER, block_size=64 if name == "vllm" else 256))
         assert ops.name == name
+        if name == "persistent":
+            continue
         assert ops.attend is everything[name].attend
         assert why["sample"].startswith("triton" if name != "reference" else "reference")
         assert tuple(why) == choose.calls()
         assert why["attend"] == f"{name}: asked for"
+
+
+def test_the_persistent_kernel_comes_on_top_of_auto(everything: object) -> None:
+    """It does steps of one row; all else is done, for the same reasons, by what auto would take."""
+    del everything
+    _, why = choose.chosen("persistent", HOPPER)
+    assert why == {**choose.chosen("auto", HOPPER)[1], "row_step": "persistent: asked for, for steps of one row"}
 
 
 def test_blocks_that_flash_attention_3_reads_whole_are_refused(everything: object) -> None:

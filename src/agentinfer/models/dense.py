@@ -180,8 +180,11 @@ def forward(
 
     *run*: `layer`, or what was made of it.
     """
-    tp = ranks.tp
-    shared = Shared(ops, tp, local_heads(c, tp.size), c.norm_eps, c.scale, w.cos_sin)
+    tp, heads = ranks.tp, local_heads(c, ranks.tp.size)
+    if ops.row_step is not None and len(x.ids) == len(x.samples) == 1:
+        kv = kv.consume("forward")
+        return ops.row_step(w, heads, c.windows, c.norm_eps, c.scale, tp, kv.layers, x), kv
+    shared = Shared(ops, tp, heads, c.norm_eps, c.scale, w.cos_sin)
     return decoder.forward(w, ops, tp, kv, x, run, shared, c.windows, c.norm_eps, c.vocab_size)
 
 

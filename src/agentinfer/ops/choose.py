@@ -152,10 +152,19 @@ def _no_torch(site: Site) -> str | None:
     )
 
 
+def _no_persistent(site: Site) -> str | None:
+    return _first(
+        (_installed("cuda"), "cuda-bindings is not installed"),
+        _cuda(site, 9),
+        (site.dtype == torch.bfloat16, f"dtype {_name(site.dtype)}, not bfloat16"),
+    ) or _no_triton(site)
+
+
 RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
     {
         "reference": _no_reference,
         "triton": _no_triton,
+        "persistent": _no_persistent,
         "vllm": _no_vllm,
         "flash-attn": _no_flash_attn,
         "torch": _no_torch,
@@ -188,6 +197,10 @@ def _make_triton(site: Site) -> Ops:
     return import_module("agentinfer.ops.triton_ops").triton_ops(site.device)
 
 
+def _make_persistent(site: Site) -> Ops:
+    return import_module("agentinfer.ops.persistent").persistent_ops(_auto(site)[0], site.device)
+
+
 def _make_vllm(site: Site) -> Ops:
     del site
     return import_module("agentinfer.ops.vllm_ops").vllm_ops()
@@ -208,6 +221,7 @@ MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
     {
         "reference": _make_reference,
         "triton": _make_triton,
+        "persistent": _make_persistent,
         "vllm": _make_vllm,
         "flash-attn": _make_flash_attn,
         "torch": _make_torch,
@@ -216,8 +230,9 @@ MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
 
 
 def calls() -> tuple[str, ...]:
-    """The names of what Ops has."""
-    return tuple(field.name for field in attrs.fields(Ops) if field.name not in ("name", "primitives", "traced"))
+    """The names of what all Ops have."""
+    others = ("name", "primitives", "traced", "row_step")
+    return tuple(field.name for field in attrs.fields(Ops) if field.name not in others)
 
 
 def choose(
@@ -242,6 +257,9 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
     if problem is not None:
         raise InvalidSetting("ops", f"{name}: {problem}")
     asked = f"{name}: asked for"
+    if name == "persistent":
+        why = {**_auto(site)[1], "row_step": f"{asked}, for steps of one row"}
+        return MAKERS[name](site), MappingProxyType(why)
     others = {
         "triton": asked,
         "vllm": "torch: vllm's kernels are those of a layer",

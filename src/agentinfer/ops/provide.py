@@ -11,7 +11,7 @@ comes down; E, K as in `moe`, G local width of shared experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,6 +102,11 @@ AttendLatent = Callable[[Tensor, Tensor, LayerKv, Inputs, LatentShape, Tensor, T
 NormRoute = Callable[[Stream, Tensor, Tensor, Tensor | None, Routing, float], tuple[Tensor, Tensor, Tensor, Stream]]
 ExpertsAdd = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Stream, Group], Stream]
 
+RowStep = Callable[
+    [Any, HeadShape, Sequence[int | None], float, float, Group, Sequence[LayerKv], Inputs],
+    Tensor,
+]
+
 
 @frozen(eq=False)
 class Ops:
@@ -144,6 +149,9 @@ class Ops:
     """Sampling that a graph can capture; None: these ops wait for the host, so no graph can be made of them."""
     edit_rows: EditRows = edit.edit_rows
     """(logits_SV, places_3P, tables) -> [P, V] float32: some rows, with their bias and penalties."""
+    row_step: RowStep | None = None
+    """(weights of a dense decoder, heads, windows, eps, scale, group, kv, inputs) -> logits [1, vocab_size] float32: a
+    whole forward pass of one position with one sample; None: layer by layer, as all others."""
     traced: Callable[[Inputs, LayerKv, HeadShape], Traced] | None = None
     """What attend takes in place of Inputs where it is compiled; None: torch.compile can not trace these ops whole."""
 
