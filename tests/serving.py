@@ -29,8 +29,10 @@ NOBODY = Keys((), ())
 
 def write_talker(folder: Path, template: str | None = toys.CHATML) -> Path:
     """A tiny model with a tokenizer of bytes and a chat template."""
-    toys.folder_of(folder, toys.byte_level(), template)
-    return write_tiny(folder, vocab_size=288, eos_token_id=287, max_position_embeddings=512)
+    tokenizer = toys.byte_level()
+    toys.folder_of(folder, tokenizer, template)
+    end = tokenizer.token_to_id("<|im_end|>")
+    return write_tiny(folder, vocab_size=288, eos_token_id=end, max_position_embeddings=512)
 
 
 def small(**more: Any) -> Settings:

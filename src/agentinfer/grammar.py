@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 MAX_BYTES: Final = 128 << 10
 """Of a schema, a regular expression, a grammar or all choices together."""
 TRIED_BYTES: Final = 4 << 10
-"""What is larger is compiled in a process of its own first: it could overflow the stack, or take seconds."""
+"""What is larger, but for choices, is compiled in a process of its own first: it could overflow the stack, or take
+seconds."""
 TRIAL_CPU_S: Final = 2
 """Seconds of computing that such a process may take."""
 TRIAL_WALL_S: Final = 20.0
@@ -163,16 +164,16 @@ def compile_grammar(grammars: Grammars, asked: StructuredOutputsParams) -> LLMat
     Raises InvalidRequest naming the kind of grammar and what is wrong with it: its syntax, its size, the time that it
     takes, that no output at all has this form.
     """
-    found = grammars.compiled.get(asked)
+    found = grammars.compiled.pop(asked, None)
     if found is not None:
-        grammars.compiled.move_to_end(asked)
+        grammars.compiled[asked] = found  # it is the last one used; at every moment, whatever another thread compiles
         return found
     tokenizer = vocabulary_of(grammars).tokenizer
     name, source = written(asked)
     size = len(source.encode())
     if size > MAX_BYTES:
         raise InvalidRequest(name, f"has {size} bytes, at most {MAX_BYTES}")
-    if size > TRIED_BYTES:
+    if size > TRIED_BYTES and asked.choice is None:
         try_apart(name, source)
     matcher = _matcher(tokenizer, source)
     if not matcher.is_error():

@@ -14,11 +14,11 @@ from starlette.types import ASGIApp
 from agentinfer.loop import SamplingParams
 from agentinfer.parsers import Format, Parser, Said, ToolCall, collect, finish, new_parser, opens_thinking, step
 from agentinfer.server.answer import streamed, whole
-from agentinfer.server.desk import Ticket, submit
+from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import by_id, content
 from agentinfer.server.problems import Problem, invalid
 from agentinfer.server.protocol import ChatBody, StreamOptions, check_stream_options, sampling_of
-from agentinfer.server.site import Site, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.structure import structure_of
 from agentinfer.server.tools import (
     Choice,
@@ -77,7 +77,7 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": name, "object": kind, "created": created, "model": site.names[0]}
     thinking = form is not None and opens_thinking(form, decode(site.text, prompt[-16:], skip_special_tokens=False))
-    ticket = await submit(site.desk, name, items)
+    ticket = await enter(site, name, items)
     one_call = body.parallel_tool_calls is False
     asked = _Asked(site, ticket, head, params, options, form, thinking, choice.forced, one_call, body)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))

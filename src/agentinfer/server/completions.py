@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from agentinfer.loop import SamplingParams, TokenLogprobs, reader_of, token_ids
 from agentinfer.server.answer import streamed, whole
-from agentinfer.server.desk import Ticket, submit
+from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import Column, Track, by_id, column, joined
 from agentinfer.server.problems import Problem, invalid
 from agentinfer.server.protocol import (
@@ -23,7 +23,7 @@ from agentinfer.server.protocol import (
     prompts_of,
     sampling_of,
 )
-from agentinfer.server.site import Site, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.structure import structure_of
 from agentinfer.server.usage import count_of, last_chunk, note, usage, with_usage
 from agentinfer.server.voice import Piece, spoken
@@ -64,7 +64,7 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     items = items_of(site, prompts, params, salt_of(request.scope, body.cache_salt), _DEFAULT_MAX_TOKENS)
     name = new_name("cmpl", request, body.request_id)
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": site.names[0]}
-    ticket = await submit(site.desk, name, items)
+    ticket = await enter(site, name, items)
     texts = isinstance(given[0], str)
     asked = _Asked(site, ticket, head, params, options, echoed, texts, unwanted, bool(body.return_token_ids))
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
@@ -19,13 +19,13 @@ import uvicorn
 from attrs import define, field, frozen
 
 from agentinfer.errors import AgentInferError
-from agentinfer.loop import Engine
+from agentinfer.loop import Engine, Request, check_form
 from agentinfer.server.app import make_app
 from agentinfer.server.connection import TimedConnection
 from agentinfer.server.desk import Desk, Queues, drop, emptied, hear, quit_engine
 from agentinfer.server.driver import Driver, drive
 from agentinfer.server.guard import Keys
-from agentinfer.server.mail import Command, Report
+from agentinfer.server.mail import Command, Item, Report
 from agentinfer.server.metrics import Metrics
 from agentinfer.server.site import Quotas, Site
 from agentinfer.server.tools import format_of
@@ -36,6 +36,7 @@ _LAST_WORDS_S: Final = 2.0
 _CLOSE_S: Final = 5.0
 _JOIN_S: Final = 10.0
 _MAX_HEAD_BYTES: Final = 64 << 10
+_MAX_FORMS: Final = 16
 
 
 Ready = Callable[[Callable[[], object]], None]
@@ -126,11 +127,11 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     inbox = SimpleQueue[Command]()
-    desk = make_desk(engine, inbox, options)
+    desk = _desk(engine, inbox, options)
     driver = Driver(engine, inbox, partial(_tell, loop, desk))
     thread = threading.Thread(target=drive, args=(driver,), name="agentinfer-engine", daemon=True)
-    with ThreadPoolExecutor(2, "agentinfer-text") as pool:
-        site, life = make_site(engine, desk, driver, options, pool, trace), _Life()
+    with ThreadPoolExecutor(2, "agentinfer-text") as pool, ThreadPoolExecutor(1, "agentinfer-form") as forms:
+        site, life = _site(engine, desk, driver, options, pool, forms, trace), _Life()
         server = _Server(_config(site, options), partial(ready, lambda: loop.call_soon_threadsafe(_end, life)))
         thread.start()
         with _signals(life):
@@ -146,7 +147,7 @@ async def _serve(
         raise EngineDead(f"a step did not end within {_JOIN_S:g} s")
 
 
-def make_desk(engine: Engine, inbox: SimpleQueue[Command], options: Options) -> Desk:
+def _desk(engine: Engine, inbox: SimpleQueue[Command], options: Options) -> Desk:
     """The event loop's end of *inbox*."""
     limits = engine.machine.limits
     queues = Queues(
@@ -157,15 +158,16 @@ def make_desk(engine: Engine, inbox: SimpleQueue[Command], options: Options) -> 
     return Desk(inbox.put, queues, metrics)
 
 
-def make_site(
+def _site(
     engine: Engine,
     desk: Desk,
     driver: Driver,
     options: Options,
-    pool: ThreadPoolExecutor,
-    trace: Callable[[], bytes] | None = None,
+    pool: Executor,
+    forms: Executor,
+    trace: Callable[[], bytes] | None,
 ) -> Site:
-    """What endpoints know. Of the engine only what never changes, and when its step began."""
+    """What endpoints know. Of the engine only what never changes, when its step began, and where its grammars are."""
     return Site(
         desk=desk,
         text=engine.text,
@@ -175,10 +177,17 @@ def make_site(
         quotas=options.quotas,
         form=format_of(engine.text, options.parser),
         pool=pool,
+        forms=forms,
+        form_slots=asyncio.Semaphore(_MAX_FORMS),
+        prepare=partial(_prepare, engine),
         stalled_s=partial(_stalled_s, driver),
         max_stall_s=options.max_stall_s,
         trace=trace,
     )
+
+
+def _prepare(engine: Engine, item: Item) -> None:
+    check_form(engine.grammars, Request(item.prompt, item.params))
 
 
 def _config(site: Site, options: Options) -> uvicorn.Config:

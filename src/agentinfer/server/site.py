@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -17,9 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from agentinfer.errors import InvalidRequest
 from agentinfer.loop import SamplingParams
 from agentinfer.parsers import Format
-from agentinfer.server.desk import Desk, check_open
+from agentinfer.server.desk import Desk, Ticket, check_open, submit
 from agentinfer.server.mail import Item
-from agentinfer.server.problems import Problem, invalid, of_invalid_request
+from agentinfer.server.problems import Problem, invalid, of_invalid_request, unavailable
 from agentinfer.server.protocol import SAMPLING, Body, read_body, read_json, unknown_fields
 from agentinfer.text import Text
 
@@ -62,6 +63,12 @@ class Site:
     """How the model writes reasoning and tool calls; None: neither is looked for."""
     pool: Executor
     """Where prompts become tokens."""
+    forms: Executor
+    """Where grammars are compiled, one after the other."""
+    form_slots: asyncio.Semaphore
+    """One for each grammar that may be compiled or wait for it."""
+    prepare: Callable[[Item], None]
+    """Compile the form that an item asks for, so that the engine finds it. Raises InvalidRequest."""
     stalled_s: Callable[[], float]
     """How long the step that runs now has taken."""
     max_stall_s: float
@@ -122,10 +129,24 @@ def _warn(site: Site, names: Sequence[str]) -> None:
 
 async def in_pool(site: Site, work: Callable[[], Found]) -> Found:
     """*work*, done by another thread: the event loop goes on. Raises Problem for what the engine calls invalid."""
+    return await _in(site.pool, work)
+
+
+async def _in(executor: Executor, work: Callable[[], Found]) -> Found:
     try:
-        return await asyncio.get_running_loop().run_in_executor(site.pool, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
     except InvalidRequest as error:
         raise of_invalid_request(error) from error
+
+
+async def enter(site: Site, name: str, items: Sequence[Item]) -> Ticket:
+    """Give *items*, all of one form, to the engine: see `submit`. Raises Problem."""
+    if items[0].params.structured_outputs is not None:
+        if site.form_slots.locked():
+            raise unavailable("too many grammars wait to be compiled", "overloaded", 1)
+        async with site.form_slots:
+            await _in(site.forms, partial(site.prepare, items[0]))
+    return await submit(site.desk, name, items)
 
 
 def check_quotas(site: Site, params: SamplingParams) -> None:

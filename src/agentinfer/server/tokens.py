@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from agentinfer.server.answer import ignored_header, json_response, streamed, whole
 from agentinfer.server.chat import prompt_of
-from agentinfer.server.desk import Ticket, submit
+from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import by_id, content
 from agentinfer.server.problems import Problem, invalid
 from agentinfer.server.protocol import (
@@ -25,7 +25,7 @@ from agentinfer.server.protocol import (
     check_stream_options,
     sampling_of,
 )
-from agentinfer.server.site import Site, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.tools import choice_of
 from agentinfer.server.usage import count_of, last_chunk, note, usage, with_usage
 from agentinfer.server.voice import Piece, spoken
@@ -94,7 +94,7 @@ async def generate(site: Site, request: Request) -> ASGIApp:
         raise invalid("token_ids", "token_ids: has no tokens")
     items = items_of(site, [tuple(body.token_ids)], params, salt_of(request.scope, body.cache_salt))
     head = {"request_id": new_name("gen", request, body.request_id), "model": site.names[0]}
-    ticket = await submit(site.desk, head["request_id"], items)
+    ticket = await enter(site, head["request_id"], items)
     asked = _Asked(site, ticket, head, params.n, params.logprobs, options)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
 
