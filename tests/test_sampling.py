@@ -16,19 +16,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentinfer import graphs
 from agentinfer.errors import InvalidRequest
 from agentinfer.loop import Engine, advance, generate, open_engine
-from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
-from agentinfer.ops.sample import choose, survivors
-from agentinfer.sampling import Host, Processor
+from agentinfer.ops.sample import choose, idle, sample, survivors
+from agentinfer.sampling import Host, Processor, edited
 from agentinfer.state.check import violations
 from agentinfer.state.engine import tokens_of
 from agentinfer.state.event import Raised
 from agentinfer.state.history import rewind
 from agentinfer.state.ids import SeqId
+from agentinfer.state.plan import Plan
 from agentinfer.state.request import Request, SamplingParams
-from agentinfer.steps import land, prefill_step
+from agentinfer.steps import Device, Flight, decode_step, land, prefill_step
 from plain import edited_plainly
 from test_loop import Recording, small, stepped
 from test_ranks import SETTINGS, threads, together
@@ -240,6 +242,39 @@ def test_a_seeded_request_stays_itself(folder: Path) -> None:
                 assert known[seq] == want.output_ids
 
     check()
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+def test_what_a_graph_chose_is_chosen_again_where_logits_are_edited(
+    folder: Path, answers: list[tuple[int, ...]], *, overlap: bool
+) -> None:
+    """A stand-in for captured graphs, which compute rows in an order of their own and hold more rows than the plan: of
+    samples that are edited only the logits are used.
+    """
+    engine = opened(folder, overlap=overlap)
+    m, replayed = engine.machine, list[int]()
+
+    def replay(device: Device, plan: Plan) -> tuple[Flight, Device] | None:
+        rows = len(plan.rows)
+        if not rows == len(plan.samples) == len(plan.slots):
+            return None
+        x, kv = stage(plan, device.kv, device.last)
+        logits_SV, kv = decode_step(m, kv, x)
+        places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
+        logits = torch.full((rows + 3, VOCAB), float("nan"))
+        logits[:rows] = logits_SV[torch.from_numpy(places).long()]
+        now, late = edited(plan)
+        tokens, ok = sample(logits_SV, idle(plan.sampling, (*now, *late)))
+        chosen = torch.zeros((2, rows + 3), dtype=torch.int64)
+        chosen[0, :rows], chosen[1, :rows] = tokens, ok
+        device = Device(kv, remember(device.last, x, tokens), device.edits)
+        replayed.append(rows)
+        return graphs._after(m, logits, chosen, device, plan, places)
+
+    engine.machine = evolve(m, replay=replay)
+    assert outputs(engine) == answers
+    assert outputs(engine, range(len(ASKED))[::-1]) == answers
+    assert max(replayed) == 8
 
 
 # --- rows that need the host ----------------------------------------------------------------------------------------

@@ -254,20 +254,29 @@ def replay(
     fill(sent, plan, where.astype(np.int32), blocks)
     captured.block.whole.copy_(sent.whole, non_blocking=True)
     captured.graph.replay()
+    device = Device(holding(kv, plan.step), device.last, device.edits)
+    return _after(m, captured.logits_RV, captured.chosen, device, plan, sent.places.numpy()[:rows])
+
+
+def _after(
+    m: Machine, logits_RV: Tensor, chosen: Tensor, device: Donated[Device], plan: Plan, places: I32
+) -> tuple[Flight, Device]:
+    """The flight of *plan*, of which a graph has just made *logits* and *chosen*, after the samples that no graph can
+    choose. *Donates* device. *places*: which row of the plan each of the graph is.
+    """
     now, late = edited(plan)
-    last, tables, chosen = device.last, device.edits, captured.chosen
     if not now and not late:
-        return take_off(plan, chosen), Device(holding(kv, plan.step), last, tables)
-    at = np.argsort(sent.places.numpy()[:rows])  # the graph's row of each of the plan's
+        return take_off(plan, chosen), device
+    at, last, tables = np.argsort(places), device.last, device.edits
     if now:
-        logits_PV = edit_on_device(m.ops, tables, plan, now, captured.logits_RV, at[list(now)])
+        logits_PV = edit_on_device(m.ops, tables, plan, now, logits_RV, at[list(now)])
         chosen = enter(chosen, now, choose_edited(m.ops, plan, now, logits_PV, m.host)[0])
         last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
     waiting = None
     if late:
-        logits_PV = edit_on_device(m.ops, tables, plan, late, captured.logits_RV, at[list(late)])
+        logits_PV = edit_on_device(m.ops, tables, plan, late, logits_RV, at[list(late)])
         waiting = Late(late, logits_PV if m.ranks.tp.rank == 0 else None, chosen)
-    return take_off(plan, chosen, waiting), Device(holding(kv, plan.step), last, tables)
+    return take_off(plan, chosen, waiting), Device(device.kv, last, tables)
 
 
 def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCache:
