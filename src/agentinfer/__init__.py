@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from agentinfer.state.request import Request, SamplingParams
     from agentinfer.state.schedule import full_tables, rebase, schedule
     from agentinfer.state.sequence import Finished, Running, Waiting
+    from agentinfer.state.structured import StructuredOutputsParams
     from agentinfer.state.trace import Trace, encode_event, encode_header, read_trace, verify
     from agentinfer.steps import Device, Flight, Machine, decode_step, finish, land, launch, prefill_step
     from agentinfer.text import Text, chat, decode, encode, load_text
@@ -60,6 +61,7 @@ _NAMES: Final = MappingProxyType(
         "state.ids": "BlockId Row SeqId",
         "state.limits": "Limits",
         "state.request": "Request SamplingParams",
+        "state.structured": "StructuredOutputsParams",
         "state.sequence": "Finished Running Waiting",
         "state.columns": "Columns",
         "state.blocks": "BlockPool",
@@ -144,6 +146,7 @@ __all__ = [
     "StaleHandle",
     "Stepped",
     "Stopped",
+    "StructuredOutputsParams",
     "Text",
     "TokenLogprobs",
     "Trace",
