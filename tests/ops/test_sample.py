@@ -198,6 +198,16 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_asked() -> None:
     assert -math.log(-math.log(1 - 2.0**-24)) < sampling.GUMBEL_MOST
 
 
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 700)), max_size=70))
+def test_noise_of_several_sequences_is_that_of_each(asked: list[tuple[int, int, int]]) -> None:
+    """Whether computed together or apart, few ids or many, in whatever order: bit for bit."""
+    rng = np.random.default_rng(len(asked))
+    ids = [np.sort(rng.choice(5000, count, replace=False)) for _, _, count in asked]
+    found = sampling.gumbels([seed for seed, _, _ in asked], [index for _, index, _ in asked], ids)
+    for (seed, index, _), own, noise in zip(asked, ids, found, strict=True):
+        np.testing.assert_array_equal(noise, sampling.gumbel(seed, index, own))
+
+
 def test_seeds_of_64_bits_and_every_index_differ() -> None:
     """Seeds that differ in a high bit only, and neighbouring indices, give other noise."""
     ids = np.arange(64)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentinfer.ops.inputs import put
 from agentinfer.ops.kv import Donated
-from agentinfer.state.ids import F32, I64
+from agentinfer.state.ids import F32, I64, some
 from agentinfer.state.plan import SamplingColumns
 
 Sample = Callable[[Tensor, SamplingColumns], tuple[Tensor, Tensor]]
@@ -53,29 +53,32 @@ _SHIFT = np.uint64(32)
 _UNUSED = np.uint64(9)
 _PIECE = 8192
 """Ids whose noise is computed together: their arrays stay in the cache."""
+_FEW = 256
+"""Ids of one sample that are computed together with those of others."""
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
 
 
-def philox(counter: tuple[U64, U64, U64, U64], key: tuple[int, int]) -> tuple[U64, U64, U64, U64]:
-    """Philox4x32-10: four words of 32 random bits for each counter (words of 32 bits, in uint64 arrays).
+def philox(counter: tuple[U64, U64, U64, U64], key: tuple[Any, Any]) -> tuple[U64, U64, U64, U64]:
+    """Philox4x32-10: four words of 32 random bits for each counter (words of 32 bits, in uint64 arrays). *key*: one for
+    all, or one each.
 
     **Source**: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
+    k0, k1 = (np.asarray(word, np.uint64) for word in key)
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         high0, high1 = p0 >> _SHIFT, p1 >> _SHIFT
         high1 ^= c1
-        high1 ^= np.uint64(k0)
+        high1 ^= k0
         high0 ^= c3
-        high0 ^= np.uint64(k1)
+        high0 ^= k1
         p0 &= _LOW
         p1 &= _LOW
         c0, c1, c2, c3 = high1, p1, high0, p0
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
@@ -83,23 +86,44 @@ def gumbel(seed: int, index: int, ids: I64) -> F32:
     """The noise of each token id of *ids* (ascending) at output *index* of a sequence with *seed*. float32."""
     noise = np.empty(len(ids), np.float32)
     for at in range(0, len(ids), _PIECE):
-        noise[at : at + _PIECE] = _gumbel(seed, index, ids[at : at + _PIECE])
+        piece = ids[at : at + _PIECE]
+        block = piece >> 2
+        fresh = np.empty(len(block), np.bool_)
+        fresh[0] = True
+        np.not_equal(block[1:], block[:-1], out=fresh[1:])
+        place = np.cumsum(fresh)
+        place -= 1
+        noise[at : at + _PIECE] = _gumbel(block[fresh], place, piece & 3, seed % 2**64, index)
     return noise
 
 
-def _gumbel(seed: int, index: int, ids: I64) -> npt.NDArray[np.float64]:
-    """`gumbel` of a piece: one Philox call for all lanes of a counter that are wanted."""
-    block = ids >> 2
-    fresh = np.empty(len(block), np.bool_)
-    fresh[0] = True
-    np.not_equal(block[1:], block[:-1], out=fresh[1:])
-    counter = block[fresh].astype(np.uint64)
+def gumbels(seeds: Sequence[int], index: Sequence[int], ids: Sequence[I64]) -> list[F32]:
+    """`gumbel` of several sequences. Those of few ids are computed together: a call costs more than they do."""
+    found: list[F32] = [np.empty(0, np.float32)] * len(ids)
+    few = [i for i, own in enumerate(ids) if len(own) <= _FEW]
+    for i in range(len(ids)):
+        if len(ids[i]) > _FEW:
+            found[i] = gumbel(seeds[i], index[i], ids[i])
+    for at in range(0, len(few), _PIECE // _FEW):
+        together = few[at : at + _PIECE // _FEW]
+        count = [len(ids[i]) for i in together]
+        flat = np.concatenate([ids[i] for i in together])
+        key = np.repeat(np.array([seeds[i] % 2**64 for i in together], np.uint64), count)
+        outputs = np.repeat(np.array([index[i] for i in together], np.uint64), count)
+        noise = _gumbel(flat >> 2, np.arange(len(flat)), flat & 3, key, outputs).astype(np.float32)
+        for i, own in zip(together, np.split(noise, np.cumsum(count)[:-1]), strict=True):
+            found[i] = own
+    return found
+
+
+def _gumbel(block: I64, place: I64, lane: I64, seed: Any, index: Any) -> npt.NDArray[np.float64]:
+    """The noise of ids 4 * block[place] + lane; writes *place*. *seed*, *index*: one for all, or one each block."""
+    counter = block.astype(np.uint64)
     zero = np.zeros_like(counter)
-    lanes = philox((counter, np.full_like(counter, index), zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    place = np.cumsum(fresh)
-    place -= 1
+    key = np.asarray(seed, np.uint64)
+    lanes = philox((counter, zero + np.asarray(index, np.uint64), zero, zero), (key & _LOW, key >> _SHIFT))
     place *= 4
-    place += ids & 3
+    place += lane
     u = (np.stack(lanes, axis=-1).reshape(-1).take(place) >> _UNUSED).astype(np.float64)
     u += 0.5
     u *= 2.0**-23
@@ -172,23 +196,33 @@ def probabilities(
 
 
 def choose(ids: I64, z: F32, seed: int, index: int) -> int:
-    """argmax of z + noise over *ids* (ascending, their largest z is 0): the token.
+    """argmax of z + noise over *ids* (ascending, their largest z is 0): the token."""
+    return choose_each([(ids, z)], [seed], [index])[0]
+
+
+def choose_each(left: Sequence[tuple[I64, F32]], seeds: Sequence[int], index: Sequence[int]) -> list[int]:
+    """The token of each of several samples, of which `survivors` has *left* these ids and their z.
 
     Noise is computed only where it can matter: first for the likely tokens, whose best score then rules out most
     others.
     """
-    first = z > LIKELY
-    near, score = ids[first], z[first] + gumbel(seed, index, ids[first])
-    at = int(score.argmax())
-    token, best = int(near[at]), float(score[at])
-    rest = (z >= best - GUMBEL_MOST) & ~first
-    far = ids[rest]
-    if len(far):
-        score = z[rest] + gumbel(seed, index, far)
+    likely = [z > LIKELY for _, z in left]
+    near = [ids[first] for (ids, _), first in zip(left, likely, strict=True)]
+    best: list[tuple[float, int]] = []
+    for (_, z), first, ids, noise in zip(left, likely, near, gumbels(seeds, index, near), strict=True):
+        score = z[first] + noise
         at = int(score.argmax())
-        if (-float(score[at]), int(far[at])) < (-best, token):
-            token = int(far[at])
-    return token
+        best.append((-float(score[at]), int(ids[at])))
+    rest = [(z >= -score - GUMBEL_MOST) & ~first for (_, z), first, (score, _) in zip(left, likely, best, strict=True)]
+    open_ = [i for i, able in enumerate(rest) if some(able)]
+    far = [left[i][0][rest[i]] for i in open_]
+    for i, ids, noise in zip(
+        open_, far, gumbels([seeds[i] for i in open_], [index[i] for i in open_], far), strict=True
+    ):
+        score = left[i][1][rest[i]] + noise
+        at = int(score.argmax())
+        best[i] = min(best[i], (-float(score[at]), int(ids[at])))
+    return [token for _, token in best]
 
 
 def words(s: SamplingColumns) -> npt.NDArray[np.int32]:
@@ -272,19 +306,11 @@ def sample(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
         rows = (logits if len(noisy) == len(logits) else logits.index_select(0, index)).cpu().numpy()
         fine = cast(list[bool], ok.index_select(0, index).tolist())
         params, outputs = s.params[noisy], s.index[noisy].tolist()
-        chosen = [
-            choose(*survivors(row, t, k, p, least), seed, output) if good else 0
-            for row, good, t, k, p, least, seed, output in zip(
-                rows,
-                fine,
-                params["temperature"].tolist(),
-                params["top_k"].tolist(),
-                params["top_p"].tolist(),
-                params["min_p"].tolist(),
-                params["seed"].tolist(),
-                outputs,
-                strict=True,
-            )
+        columns = (params[name].tolist() for name in ("temperature", "top_k", "top_p", "min_p"))
+        left = [
+            survivors(row, *asked) if good else (np.zeros(1, np.int64), np.zeros(1, np.float32))
+            for row, good, *asked in zip(rows, fine, *columns, strict=True)
         ]
+        chosen = choose_each(left, params["seed"].tolist(), outputs)
         tokens.index_copy_(0, index, torch.tensor(chosen, dtype=torch.int64).to(logits.device))
     return tokens, ok
