@@ -415,7 +415,7 @@ def test_a_step_that_waits_for_the_host_can_not_land(folder: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentinfer.loop.finish", keep)
+        patch.setattr("agentinfer.turn.finish", keep)
         with pytest.raises(KeyboardInterrupt):
             advance(machine, engine.world)
     with pytest.raises(ValueError, match="step 0 has samples that wait for the host"):

@@ -16,10 +16,11 @@ from agentinfer.build import Settings
 from agentinfer.errors import AgentInferError, InvalidRequest
 from agentinfer.loop import Engine, generate, open_engine, stream
 from agentinfer.ops.comm import alone
-from agentinfer.scoring import MOST_LOGITS, Score, _judge, _likeliest, groups, score
+from agentinfer.scoring import Score, groups, score
 from agentinfer.state.check import violations
 from agentinfer.state.engine import digest
 from agentinfer.state.request import SamplingParams
+from agentinfer.state.wanted import MOST_LOGITS
 from models import tiny
 from tiny import write_tiny
 
@@ -110,27 +111,6 @@ def test_text_is_scored_as_its_ids(tmp_path: Path) -> None:
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
-
-
-def test_known_logits() -> None:
-    """O6, SMP-07: raw log-probabilities, the likeliest with ties by id, the rank of a token that is not among them."""
-    logits = torch.tensor([[1.0, 3, 2, 2, -1, 0]]).repeat(6, 1)
-    logprobs, ranks, ids, values = _judge(logits, torch.arange(6), 3)
-    want = [-2.662274, -0.662274, -1.662274, -1.662274, -4.662274, -3.662274]
-    np.testing.assert_allclose(logprobs, want, atol=1e-6)
-    assert ranks.tolist() == [4, 1, 2, 3, 6, 5]
-    assert ids.tolist() == [[1, 2, 3]] * 6
-    np.testing.assert_allclose(values[0], [want[i] for i in (1, 2, 3)], atol=1e-6)
-
-
-@pytest.mark.parametrize("k", [0, 1, 4, 12])
-def test_the_likeliest_are_those_of_a_stable_sort(k: int) -> None:
-    """Ids and values for rows full of ties."""
-    logits = torch.randint(0, 4, (40, 12), generator=torch.Generator().manual_seed(k)).float()
-    ids, values = _likeliest(logits, k)
-    want = logits.sort(dim=-1, descending=True, stable=True)
-    assert ids.tolist() == want.indices[:, :k].tolist()
-    assert values.tolist() == want.values[:, :k].tolist()
 
 
 def test_groups_hold_what_a_pass_can() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         StaleHandle,
     )
     from agentinfer.find import find_model
-    from agentinfer.loop import Delta, Engine, World, advance, generate, open_engine, run, start, stream
+    from agentinfer.loop import Engine, generate, open_engine, run, start, stream
     from agentinfer.memory import MemoryPlan, memory_plan
     from agentinfer.models.model import Model, load_model, read_config
     from agentinfer.ops.comm import RankLost, Ranks, alone
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentinfer.ops.provide import Ops, reference
     from agentinfer.ops.sample import sample
     from agentinfer.ranks import open_ranks
-    from agentinfer.result import Completion, Result
+    from agentinfer.result import Completion, Delta, Result
     from agentinfer.scoring import Score, score
     from agentinfer.state.admit import abort, arrive, fits, fork, validate
     from agentinfer.state.blocks import BlockPool
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from agentinfer.state.trace import Trace, encode_event, encode_header, read_trace, verify
     from agentinfer.steps import Device, Flight, Machine, decode_step, finish, land, launch, prefill_step
     from agentinfer.text import Text, chat, decode, encode, load_text
+    from agentinfer.turn import World, advance
 
 __version__: Final = "0.1.0"
 
@@ -87,10 +88,11 @@ _NAMES: Final = MappingProxyType(
         "memory": "MemoryPlan memory_plan",
         "find": "find_model",
         "text": "Text chat decode encode load_text",
-        "result": "Completion Result",
+        "result": "Completion Delta Result",
         "ranks": "open_ranks",
         "scoring": "Score score",
-        "loop": "Delta Engine World advance generate open_engine run start stream",
+        "turn": "World advance",
+        "loop": "Engine generate open_engine run start stream",
     }
 )
 """The module of each public name, below this package."""

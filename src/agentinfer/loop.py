@@ -1,149 +1,56 @@
-"""advance, and the ways to drive it: run, generate, stream, or three calls of your own. The only clock and queues."""
+"""Engine, and the ways to drive it: run, generate, stream, or three calls of your own. The only clock and queues."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
 from agentinfer.grammar import Grammars, check_form, mask_of
-from agentinfer.ops.kv import Donated, renew
 from agentinfer.result import (
     Completion,
+    Delta,
     Note,
     Prompt,
     Reader,
     Result,
+    Tale,
     caught_up,
     heard,
-    read,
-    read_end,
-    reader_of,
+    joined,
     refused,
     result_of,
-    shown,
     silent,
     spelled,
     stopped,
+    tale_of,
+    tell,
     token_ids,
 )
+from agentinfer.said import Said, SaidOf, collected, inherited, rewound
 from agentinfer.sampling import Processor
 from agentinfer.state.admit import validate
-from agentinfer.state.commit import flush
-from agentinfer.state.engine import EngineState, find_running, has_work, initial, live, tokens_of
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped
+from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
+from agentinfer.state.event import Aborted, Arrived, Event, Forked
 from agentinfer.state.history import fold
 from agentinfer.state.ids import SeqId, ints, seal
 from agentinfer.state.logprobs import TokenLogprobs
-from agentinfer.state.plan import Output, Plan
+from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
 from agentinfer.state.request import Request, SamplingParams
-from agentinfer.state.schedule import rebase, schedule
 from agentinfer.state.sequence import Finished
-from agentinfer.state.speculate import accept, drafts_of
-from agentinfer.steps import Device, Flight, Machine, finish, land, launch
+from agentinfer.steps import Device, Machine
 from agentinfer.text import Text, eos_union, load_text
-
-
-@frozen(eq=False)
-class World:
-    """All that changes: the control plane's state, the device's memory, and the step in flight."""
-
-    state: EngineState
-    device: Device
-    flight: Flight | None
-
-
-Planner = Callable[[Machine, EngineState], tuple[Machine, EngineState, Plan | None]]
-"""Plans a step: the machine to run it, and what `schedule` gives."""
-
-
-def planned(m: Machine, state: EngineState) -> tuple[Machine, EngineState, Plan | None]:
-    """The next step by the machine's policy, on that machine."""
-    return m, *schedule(state, m.policy)
-
-
-def advance(
-    m: Machine, world: World, events: Iterable[Event] = (), note: Note = silent, planner: Planner = planned
-) -> tuple[World, Output | None]:
-    """One turn of the engine: hear *events*, plan and launch a step, land the one before it.
-
-    The output is of the step that landed, and of whatever else ended; None: nothing did. Without overlap the
-    step before lands first. Never raises for what a step does: its requests end with the error.
-    """
-    state, flight, output = world.state, world.flight, None
-    for event in events:
-        state = fold(state, (event,))
-        note(event, state)
-    if flight is not None and not m.overlap:
-        state, output = settle(state, flight, note)
-        flight = None
-    runner, state, plan = planner(m, state)
-    launched, device = None, world.device
-    if plan is not None:
-        note(Stepped(drafts_of(plan)), state)
-        launched, device = launch(runner, device, rebase(state, plan, device.kv.step))
-        if isinstance(launched, Failed):
-            state = fold(state, (launched,))
-            note(launched, state)
-            launched = None
-    if flight is not None:
-        state, output = settle(state, flight, note)
-    if launched is not None and launched.late is not None:  # all tokens before its samples are known now
-        state, launched, device = _finish(m, state, launched, device, note)
-    if output is None:
-        state, output = flush(state)
-    return World(state, device, launched), output
-
-
-def _finish(
-    m: Machine, state: EngineState, flight: Flight, device: Donated[Device], note: Note
-) -> tuple[EngineState, Flight | None, Device]:
-    """Have the host see to the logits that wait for it; what that raised ends its sequence. *Donates* device."""
-    finished, device, broken = finish(m, device, flight, partial(_tokens_if_live, state))
-    events: list[Event] = [Raised(seq, reason) for seq, reason in broken]
-    if isinstance(finished, Failed):
-        events.append(finished)
-        finished = None
-    for event in events:
-        state = fold(state, (event,))
-        note(event, state)
-    return state, finished, device
-
-
-def _tokens_if_live(state: EngineState, seq: SeqId) -> tuple[int, ...] | None:
-    return None if find_running(state, seq) is None else tokens_of(state, seq)
-
-
-def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[EngineState, Output | None]:
-    """*state* after *flight* has landed, or failed to."""
-    result = land(flight)
-    if isinstance(result, Failed):
-        state, output = fold(state, (result,)), None
-        note(result, state)
-        return state, output
-    bad = tuple(i for i, ok in enumerate(result.ok.tolist()) if not ok)
-    state, output = accept(state, flight.plan, result)
-    note(Landed(flight.plan.step, tuple(ints(result.tokens)), bad), state)
-    return state, output
-
-
-def recovered(world: World, note: Note = silent) -> tuple[World, Output | None]:
-    """*world*, whose device was given to a step that never came back, after what was in flight has landed."""
-    state, output = world.state, None
-    if world.flight is not None:
-        state, output = settle(state, world.flight, note)
-    kv = renew(world.device.kv, "a step that was interrupted")
-    return World(state, evolve(world.device, kv=kv), None), output
+from agentinfer.turn import Planner, World, advance, planned, recovered, settle
 
 
 @define(eq=False)
@@ -178,6 +85,8 @@ class Engine:
     """Where the end of a sequence goes for which `run` or `stream` waits."""
     readers: Mapping[SeqId, Reader] = field(factory=dict[SeqId, Reader])
     """Of the live sequences that stop strings can end."""
+    said: SaidOf = field(factory=dict[SeqId, Said])
+    """The log-probabilities of the live sequences' tokens."""
 
     def __repr__(self) -> str:
         state = self.world.state
@@ -248,7 +157,7 @@ class Engine:
         self.world = World(state, now.device, None)
         self.kept.clear()
         left = live(state)
-        self.readers = caught_up(self.text, state)
+        self.readers, self.said = caught_up(self.text, state), rewound(self.said, state)
         self.boxes = {seq: box for seq, box in self.boxes.items() if seq in left}
 
     def _hear(self, event: Event) -> None:
@@ -256,7 +165,8 @@ class Engine:
         state = fold(before, (event,))
         self.lead(event, state)
         self.world = evolve(self.world, state=state)
-        self.readers = heard(self.readers, event, range(before.next_seq, state.next_seq))
+        new = range(before.next_seq, state.next_seq)
+        self.readers, self.said = heard(self.readers, event, new), inherited(self.said, event, new)
         self.news.append((event, state))
         _tell(self)
 
@@ -292,7 +202,8 @@ def _turn(engine: Engine) -> Output | None:
 def _enter(engine: Engine, world: World, output: Output | None, note: Note) -> Output | None:
     """Go on from *world*; the output, with the ends that stop strings in it bring."""
     state, output, readers = stopped(engine.text, engine.readers, world.state, output, note)
-    engine.world, engine.readers = World(state, world.device, world.flight), readers
+    output, said = collected(engine.said, output)
+    engine.world, engine.readers, engine.said = World(state, world.device, world.flight), readers, said
     return output
 
 
@@ -313,12 +224,20 @@ def _keep(engine: Engine, output: Output | None) -> None:
 
 def _without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
     """What *output* says of others than *seqs*; None: nothing."""
-    if seqs >= {*ints(output.seqs), *(done.seq for done in output.finished)}:
+    named = {*ints(output.seqs), *(done.seq for done in output.finished), *(one[0] for one in output.prompt_logprobs)}
+    if seqs >= named:
         return None
-    others = np.array([seq not in seqs for seq in ints(output.seqs)], np.bool_)
+    others = [seq not in seqs for seq in ints(output.seqs)]
     rest, tokens = output.seqs[others], output.tokens[others]
     seal(rest, tokens)
-    return Output(output.step, rest, tokens, tuple(done for done in output.finished if done.seq not in seqs))
+    return Output(
+        output.step,
+        rest,
+        tokens,
+        tuple(done for done in output.finished if done.seq not in seqs),
+        output.logprobs and tuple(compress(output.logprobs, others)),
+        tuple(one for one in output.prompt_logprobs if one[0] not in seqs),
+    )
 
 
 def _tell(engine: Engine) -> None:
@@ -380,12 +299,20 @@ def generate(
             results[i] = refused(i, ids, error)
         else:
             asked[i] = request
-    places = {engine.add(request): i for i, request in asked.items()}
+    places = {seq: i for i, request in asked.items() for seq in sequences(engine.add(request), request)}
+    ends: dict[SeqId, Finished] = {}
     with _bar(len(places), progress) as bar:
         for done in run(engine, places):
-            results[places[done.seq]] = result_of(engine.text, done, places[done.seq])
+            ends[done.seq] = done
             bar.update()
+    for i in asked:
+        results[i] = result_of(engine.text, [ends[seq] for seq in places if places[seq] == i], i)
     return [results[i] for i in range(len(prompts))]
+
+
+def sequences(first: SeqId, request: Request) -> tuple[SeqId, ...]:
+    """All `n` sequences of *request*, the *first* of which `Engine.add` gave: their numbers follow each other."""
+    return tuple(SeqId(first + i) for i in range(request.params.n))
 
 
 def run(engine: Engine, seqs: Iterable[SeqId]) -> Iterator[Finished]:
@@ -434,53 +361,51 @@ def _drive(engine: Engine, left: Collection[SeqId]) -> None:
     _turn(engine)
 
 
-@frozen
-class Delta:
-    """A piece of one stream."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    result: Result | None
-    """On the last piece: the whole."""
-    index: int = 0
-    """Of which of the request's `n` completions this is a piece."""
-    completion: Completion | None = None
-    """On that completion's last piece: all of it."""
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One a token of `token_ids`; None: not asked for."""
-    text_offsets: tuple[int, ...] | None = None
-    """Likewise, as in Completion."""
-
-
 def stream(engine: Engine, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Generator[Delta]:
     """Complete *prompt*, piece by piece; never half a character. Closing the iterator aborts the request.
 
-    Raises InvalidRequest at the first piece if the prompt is refused.
+    With `n` completions their pieces alternate: Delta.index says whose each is. Raises InvalidRequest at the first
+    piece if the prompt is refused.
     """
     request = Request(token_ids(engine.text, prompt), params)
-    seq = engine.add(request)
-    box, seen = _box_of(engine, (seq,)), len(request.prompt)
-    reader, done = reader_of(params), None
+    seqs = sequences(engine.add(request), request)
+    left = {seq: tale_of(request, i) for i, seq in enumerate(seqs)}
+    box, ends, whole = _box_of(engine, seqs), dict[SeqId, Finished](), dict[int, Completion]()
     try:
-        while done is None:
-            done = box.pop() if box else None
-            tokens = done.tokens[seen:] if done is not None else _tokens_since(engine.world.state, seq, seen)
-            if not tokens and done is None:
-                _drive(engine, (seq,))
-                continue
-            seen += len(tokens)
-            piece = ""
-            if engine.text is not None:
-                reader, piece = read(
-                    engine.text,
-                    reader,
-                    tokens if done is None else shown(done)[seen - len(tokens) - len(request.prompt) :],
+        while left:
+            news = _news(engine, left, box)
+            if not news:
+                _drive(engine, left)
+            for seq, tokens, said, done in news:
+                left[seq], delta = tell(engine.text, left[seq], tokens, said, done)
+                if done is not None and delta.completion is not None:
+                    ends[seq], whole[delta.index] = done, delta.completion
+                    del left[seq]
+                yield (
+                    delta
+                    if left
+                    else evolve(delta, result=joined(ends[seqs[0]], [whole[i] for i in range(len(seqs))], 0))
                 )
-                piece += read_end(engine.text, reader) if done is not None else ""
-            yield Delta(piece, tokens, None if done is None else result_of(engine.text, done, 0))
     finally:
-        if done is None:
+        for seq in left:
             engine.abort(seq, "the caller stopped listening")
+
+
+def _news(
+    engine: Engine, left: Mapping[SeqId, Tale], box: list[Finished]
+) -> list[tuple[SeqId, tuple[int, ...], tuple[TokenLogprobs, ...] | None, Finished | None]]:
+    """(sequence, tokens, what was said of them, its end) for each of *left* of which there is something to tell."""
+    over = {done.seq: done for done in box}
+    box.clear()
+    found: list[tuple[SeqId, tuple[int, ...], tuple[TokenLogprobs, ...] | None, Finished | None]] = []
+    for seq, tale in left.items():
+        done = over.get(seq)
+        if done is not None:
+            found.append((seq, done.output[tale.told :], done.logprobs and done.logprobs[tale.told :], done))
+        elif tokens := _tokens_since(engine.world.state, seq, tale.prompt + tale.told):
+            said = engine.said.get(seq)
+            found.append((seq, tokens, said and tuple(said.output.between(tale.told, tale.told + len(tokens))), None))
+    return found
 
 
 def _tokens_since(state: EngineState, seq: SeqId, first: int) -> tuple[int, ...]:

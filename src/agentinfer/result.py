@@ -6,6 +6,7 @@ Pure. The loop keeps a reader for each live sequence that has stop strings, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from attrs import evolve, field, frozen
 
@@ -20,7 +21,7 @@ from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.sequence import Finished
-from agentinfer.text import Decoder, Text, encode, feed, flush_text
+from agentinfer.text import Decoder, Text, encode, feed, flush_text, lengths
 
 Note = Callable[[Event, EngineState], None]
 """Told of each event and the state after it: a trace is what it was told."""
@@ -203,22 +204,34 @@ def reader_of(params: SamplingParams) -> Reader:
     )
 
 
-def result_of(text: Text | None, done: Finished, index: int) -> Result:
-    """The result of the prompt *index* of which *done* is all."""
-    return Result(index, done.request.prompt, (completion_of(text, done),), done.cached, done.prompt_logprobs)
+def result_of(text: Text | None, ends: Sequence[Finished], index: int) -> Result:
+    """The result of the prompt *index*: *ends* of all its sequences, in their order."""
+    return joined(ends[0], [completion_of(text, done, i) for i, done in enumerate(ends)], index)
+
+
+def joined(first: Finished, outputs: Iterable[Completion], index: int) -> Result:
+    """The result of the prompt *index*, whose *first* sequence says what there is to say of the prompt."""
+    return Result(index, first.request.prompt, tuple(outputs), first.cached, first.prompt_logprobs)
 
 
 def completion_of(text: Text | None, done: Finished, index: int = 0) -> Completion:
     """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it."""
-    ids, words, reason = done.output, None, done.reason
+    ids, words, reason, offsets = done.output, None, done.reason, None
     why: int | str | None = done.matched if done.matched is not None or reason != "stop" else ids[-1]
     if text is not None:
         reader, words = read(text, reader_of(done.request.params), shown(done))
         words += read_end(text, reader)
         if reader.found is not None:
             ids, reason, why = ids[: reader.count], "stop", reader.found
+        if done.logprobs is not None:
+            offsets = _offsets(0, lengths(text, reader_of(done.request.params).decoder, ids)[1])
+    logprobs = None if done.logprobs is None else done.logprobs[: len(ids)]
     error = done.detail if reason in ("error", "rejected", "abort") else None
-    return Completion(index, ids, words, reason, why, error)
+    return Completion(index, ids, words, reason, why, error, logprobs, offsets)
+
+
+def _offsets(first: int, lengths_: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths_[:-1], initial=first)) if lengths_ else ()
 
 
 def refused(index: int, prompt: tuple[int, ...], error: InvalidRequest) -> Result:
@@ -231,6 +244,67 @@ def shown(done: Finished) -> tuple[int, ...]:
     params = done.request.params
     by_token = done.reason == "stop" and done.matched is None
     return done.output[:-1] if by_token and not params.include_stop_str_in_output else done.output
+
+
+@frozen
+class Delta:
+    """A piece of one stream."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    result: Result | None
+    """On the last piece: the whole."""
+    index: int = 0
+    """Of which of the request's `n` completions this is a piece."""
+    completion: Completion | None = None
+    """On that completion's last piece: all of it."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One a token of `token_ids`; None: not asked for."""
+    text_offsets: tuple[int, ...] | None = None
+    """Likewise, as in Completion."""
+
+
+@frozen
+class Tale:
+    """How much of one completion has been told. As immutable as Reader."""
+
+    index: int
+    prompt: int
+    """Tokens of the prompt."""
+    reader: Reader
+    decoder: Decoder
+    """Of the tokens told, whatever text is held back: where the text of the next one begins."""
+    told: int = 0
+    """Tokens."""
+    length: int = 0
+    """Characters that `decoder` gave."""
+
+
+def tale_of(request: Request, index: int) -> Tale:
+    """The tale of completion *index* of *request*, at its start."""
+    reader = reader_of(request.params)
+    return Tale(index, len(request.prompt), reader, reader.decoder)
+
+
+def tell(
+    text: Text | None,
+    tale: Tale,
+    tokens: tuple[int, ...],
+    said: tuple[TokenLogprobs, ...] | None,
+    done: Finished | None,
+) -> tuple[Tale, Delta]:
+    """The next piece: *tokens* and what is *said* of them. *done*: they are its last ones."""
+    piece, offsets, reader, decoder, length = "", None, tale.reader, tale.decoder, tale.length
+    if text is not None:
+        visible = tokens if done is None else shown(done)[tale.told :]
+        reader, piece = read(text, reader, visible)
+        piece += read_end(text, reader) if done is not None else ""
+        if said is not None:
+            decoder, gained = lengths(text, decoder, tokens)
+            offsets, length = _offsets(length, gained), length + sum(gained)
+    whole = None if done is None else completion_of(text, done, tale.index)
+    after = Tale(tale.index, tale.prompt, reader, decoder, tale.told + len(tokens), length)
+    return after, Delta(piece, tokens, None, tale.index, whole, said, offsets)
 
 
 def heard(readers: Readers, event: Event, new: Iterable[int]) -> Readers:

@@ -10,24 +10,19 @@ Knows how to cut sequences into forward passes. N tokens a sequence, S positions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from attrs import frozen
-from torch import Tensor
 
 from agentinfer.errors import AgentInferError, InvalidRequest
 from agentinfer.loop import Engine
-from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.inputs import by_hand, put
 from agentinfer.ops.kv import KvLayout, allocate
+from agentinfer.ops.logprobs import Judged, judge, judged
 from agentinfer.result import Prompt, token_ids
 from agentinfer.state.ids import F32, I32, cdiv
+from agentinfer.state.wanted import most_scored
 from agentinfer.steps import Machine, prefill_step
-
-MOST_LOGITS: Final = 1 << 25
-"""Logits of one pass at most, if one position has no more."""
 
 
 @frozen(eq=False)
@@ -57,7 +52,7 @@ def score(engine: Engine, prompts: Sequence[Prompt], top: int = 0) -> list[Score
     if type(top) is not int or not 0 <= top <= m.limits.vocab_size:
         raise InvalidRequest("top", f"must be an integer in [0, {m.limits.vocab_size}], not {top!r}")
     asked = [_checked(m, token_ids(engine.text, prompt), i) for i, prompt in enumerate(prompts)]
-    most = max(1, min(m.limits.max_num_batched_tokens, MOST_LOGITS // m.limits.vocab_size))
+    most = min(m.limits.max_num_batched_tokens, most_scored(m.limits))
     layouts = tuple(layer.layout for layer in engine.world.device.kv.layers)
     found: list[Score] = []
     for group in groups([len(tokens) - 1 for tokens in asked], most):
@@ -99,7 +94,7 @@ def _score_together(
     need = [cdiv(n, size) for n in count]
     first = np.cumsum([1, *need])
     blocks = [list(range(at, at + n)) for at, n in zip(first.tolist(), need, strict=False)]
-    pieces: list[tuple[F32, I32, I32, F32]] = [_judge(torch.empty(0, m.limits.vocab_size), torch.empty(0).long(), top)]
+    pieces = [np.empty((0, 2 + 2 * top), np.int32)]
     kv = allocate(layouts, max(1, sum(need)), len(asked), max(1, *need), m.ranks.device)
     for at in range(0, max(count), most):
         given = [tokens[at : min(at + most, len(tokens) - 1)] for tokens in asked]
@@ -108,35 +103,11 @@ def _score_together(
             kv, [given[i] for i in rows], [at] * len(rows), [blocks[i] for i in rows], [i + 1 for i in rows], every=True
         )
         logits_SV, kv = prefill_step(m, kv, x)
-        said = torch.tensor([t for i in rows for t in asked[i][at + 1 : at + 1 + len(given[i])]])
-        pieces.append(_judge(logits_SV, said.to(logits_SV.device), top))
-    logprobs, ranks, ids, tops = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-    edges = np.cumsum(count)[:-1]
-    split = zip(asked, *(np.split(column, edges) for column in (logprobs, ranks, ids, tops)), strict=True)
-    return [Score(*one) for one in split]
+        said = np.array([t for i in rows for t in asked[i][at + 1 : at + 1 + len(given[i])]], np.int64)
+        pieces.append(judge(logits_SV, put(said, logits_SV.device), top).cpu().numpy())
+    found = np.split(np.concatenate(pieces), np.cumsum(count)[:-1])
+    return [_score(tokens, judged(block)) for tokens, block in zip(asked, found, strict=True)]
 
 
-def _judge(logits_SV: Tensor, said_S: Tensor, top: int) -> tuple[F32, I32, I32, F32]:
-    """Log-probability [S] and rank [S] of *said_S* (int64), ids and log-probabilities of the *top* likeliest [S, K]."""
-    own = logits_SV.gather(-1, said_S.unsqueeze(-1))
-    norm = logits_SV.logsumexp(-1, keepdim=True)
-    before = torch.arange(logits_SV.shape[-1], device=logits_SV.device) < said_S.unsqueeze(-1)
-    ranks = ((logits_SV > own) | ((logits_SV == own) & before)).sum(-1) + 1
-    ids, values = _likeliest(logits_SV, top)
-    tops = values - norm.cpu().numpy()
-    return (own - norm).squeeze(-1).cpu().numpy(), ranks.cpu().numpy().astype(np.int32), ids, tops
-
-
-def _likeliest(logits_SV: Tensor, k: int) -> tuple[I32, npt.NDArray[np.float32]]:
-    """Ids and logits [S, K] of the K largest of each row; of equal ones the lowest ids, which topk does not promise."""
-    count = len(logits_SV)
-    if not k or not count:
-        return np.empty((count, k), np.int32), np.empty((count, k), np.float32)
-    least = logits_SV.topk(k).values[:, -1:]
-    place = (logits_SV >= least).nonzero()
-    values = logits_SV[place[:, 0], place[:, 1]].cpu().numpy()
-    rows, ids = place.cpu().numpy().T
-    order = np.lexsort((ids, -values, rows))
-    start = np.searchsorted(rows, np.arange(count))
-    taken = order[(start[:, None] + np.arange(k)).ravel()]
-    return ids[taken].reshape(count, k).astype(np.int32), values[taken].reshape(count, k)
+def _score(tokens: tuple[int, ...], found: Judged) -> Score:
+    return Score(tokens, found.logprobs, found.ranks, found.top_ids, found.top_logprobs)

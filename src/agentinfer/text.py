@@ -363,6 +363,15 @@ def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str
     return decoder, "".join(pieces)
 
 
+def lengths(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, tuple[int, ...]]:
+    """The characters that `feed` gives for each of *ids*, counted: a character is that of the token that ends it."""
+    found: list[int] = []
+    for token in ids:
+        decoder, words = feed(text, decoder, (token,))
+        found.append(len(words))
+    return decoder, tuple(found)
+
+
 def flush_text(text: Text, decoder: Decoder) -> str:
     """The end of an output: U+FFFD if a character was cut off, else nothing."""
     return flush_utf8(decoder.utf8, each_byte=text.decoding != "bytes")

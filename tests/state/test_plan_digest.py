@@ -11,7 +11,7 @@ from agentinfer.state.engine import initial
 from agentinfer.state.event import Arrived
 from agentinfer.state.history import fold
 from agentinfer.state.ids import Row, SeqId, seal
-from agentinfer.state.plan import Edit, Plan, Told, plan_digest, sampled
+from agentinfer.state.plan import Edit, Plan, Scored, Told, plan_digest, sampled
 from agentinfer.state.schedule import schedule
 
 
@@ -54,6 +54,10 @@ def test_every_field_of_a_plan_is_in_its_name() -> None:
             continue
         elif field.name == "edits":
             other = (*value, Edit(0, Row(1), SeqId(0), engines.request(3, 6)))
+        elif field.name == "logprobs":
+            other = np.zeros(len(plan.samples), np.int32)
+        elif field.name == "scored":
+            other = Scored(*np.zeros((5, 1), np.int32))
         elif field.name == "told":
             other = (*value, Told(Row(1), engines.request(3, 6), (5, 6)))
         else:

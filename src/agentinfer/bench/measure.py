@@ -290,7 +290,7 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> Throughput:
             first[places[np.isnan(first[places])]] = marks[-1] - begin
             tokens += len(places)
             for done in output.finished:
-                result_of(engine.text, done, done.seq - seqs[0])
+                result_of(engine.text, [done], done.seq - seqs[0])
                 left -= 1
         total = clock() - begin
     steps = len(marks) - 1

@@ -83,7 +83,7 @@ class Inputs:
     max_context: int
     """No row has a larger context."""
     samples: Tensor
-    """[S] int64 flat positions whose logits are wanted, ascending."""
+    """[S] int64 flat positions whose logits are wanted: those of the plan's samples, then those that it only judges."""
     last_rows: Tensor
     """[L] int64 the distinct rows that sample."""
     last_samples: Tensor
@@ -199,7 +199,7 @@ def stage(plan: Plan, kv: Donated[KvCache], last: Tensor) -> tuple[Inputs, KvCac
             ranges(plan.start, plan.count),
             plan.slots,
             plan.rows,
-            plan.samples,
+            plan.samples if plan.scored is None else np.concatenate((plan.samples, plan.scored.samples)),
             plan.rows[plan.sample_rows[last_of_row]],
             last_of_row,
             where,

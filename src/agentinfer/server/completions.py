@@ -11,7 +11,8 @@ from attrs import define, frozen
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from agentinfer.loop import SamplingParams, TokenLogprobs, reader_of, token_ids
+from agentinfer.loop import SamplingParams, TokenLogprobs
+from agentinfer.result import reader_of, token_ids
 from agentinfer.server.answer import streamed, whole
 from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import Column, Track, by_id, column, joined

@@ -16,7 +16,8 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 from agentinfer.errors import InvalidRequest
-from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check, shown
+from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
+from agentinfer.result import shown
 from agentinfer.server.mail import (
     Accepted,
     Command,

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 from attrs import define, frozen
 
-from agentinfer.loop import Reader, SamplingParams, TokenLogprobs, read, read_end, reader_of
+from agentinfer.loop import SamplingParams, TokenLogprobs
+from agentinfer.result import Reader, read, read_end, reader_of
 from agentinfer.server.desk import Desk, News, Ticket, news
 from agentinfer.server.mail import Ended
 from agentinfer.server.problems import Problem, engine_failed

@@ -34,9 +34,12 @@ def validate(limits: Limits, request: Request) -> None:
     prompt, params = len(request.prompt), request.params
     if prompt == 0:
         raise InvalidRequest("prompt", "has no tokens")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
+    for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if asked is not None:
             raise InvalidRequest(name, "can not be served yet")
+        most = min(limits.max_logprobs, limits.vocab_size)
+        if asked is not None and asked > most:
+            raise InvalidRequest(name, f"asks for {asked} tokens, more than max_logprobs {most}")
     if params.n > 1:
         raise InvalidRequest("n", "more than one can not be served yet")
     for name, ids in (("prompt", request.prompt), ("stop_token_ids", params.stop_token_ids)):
@@ -220,13 +223,13 @@ def claim(limits: Limits, pool: PoolDraft, waiting: Waiting, parent: Running | N
     """The most KV that *waiting* can have without computing: from the prefix cache, or from its running parent.
 
     *written*: the parent's landed positions. The last known token is always left to compute, and a block that
-    will be written is never shared.
+    will be written is never shared. Whose prompt is to be judged computes all of it.
     """
     size, tokens = limits.block_size, waiting.tokens
     full = (len(tokens) - 1) // size
     shared: list[BlockId] = []
     hashes: list[int] = []
-    if limits.prefix_cache:
+    if limits.prefix_cache and waiting.request.params.prompt_logprobs is None:
         above = ROOT
         for i in range(full):
             block, h = pool.find(above, waiting.request.salt, tokens[i * size : (i + 1) * size])

@@ -68,6 +68,10 @@ class Columns:
     """Step of its admission: an older plan that names this row meant somebody else."""
     edits: I32
     """1: the logits of this row are edited."""
+    logprobs: I32
+    """Likeliest tokens to tell of beside each sampled one; -1: nothing is to be told."""
+    scored: I32
+    """Positions below it want the log-probability of the token after them: of a prompt, all but its last, or none."""
     params: I32
     """[rows, PARAMS_WIDTH] the bits of the row's PARAMS."""
 
@@ -93,6 +97,8 @@ class Columns:
             cached=zeros(),
             born=zeros(),
             edits=zeros(),
+            logprobs=np.full(n, -1, np.int32),
+            scored=zeros(),
             params=np.zeros((n, PARAMS_WIDTH), np.int32),
         )
         seal(*(getattr(columns, name) for name in FIELDS))
@@ -101,7 +107,7 @@ class Columns:
 
 FIELDS: tuple[str, ...] = (
     "seq", "length", "known", "computed", "written", "limit", "stop", "tail", "tail_block", "turn", "cached", "born",
-    "edits", "params",
+    "edits", "logprobs", "scored", "params",
 )  # fmt: skip
 
 
@@ -122,6 +128,8 @@ class ColumnsDraft:
     cached: I32
     born: I32
     edits: I32
+    logprobs: I32
+    scored: I32
     params: I32
 
     def __init__(self, columns: Columns) -> None:
@@ -130,7 +138,8 @@ class ColumnsDraft:
         self.computed, self.written, self.limit = columns.computed, columns.written, columns.limit
         self.stop, self.tail, self.tail_block = columns.stop, columns.tail, columns.tail_block
         self.turn, self.cached, self.born = columns.turn, columns.cached, columns.born
-        self.edits, self.params = columns.edits, columns.params
+        self.edits, self.logprobs, self.scored = columns.edits, columns.logprobs, columns.scored
+        self.params = columns.params
 
     def own(self, name: str) -> npt.NDArray[Any]:
         """The column *name*, writable."""
@@ -170,5 +179,7 @@ class ColumnsDraft:
             self.cached,
             self.born,
             self.edits,
+            self.logprobs,
+            self.scored,
             self.params,
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import numpy as np
 from attrs import evolve
 
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, known_tokens
-from agentinfer.state.ids import I32, BlockId, Bool, Row, every, ints, seal, some
-from agentinfer.state.plan import Output, Plan, Sampled, TableEntries
+from agentinfer.state.ids import I32, BlockId, Bool, Row, SeqId, every, ints, seal, some
+from agentinfer.state.plan import Output, Plan, PromptLogprobs, Sampled, TableEntries
 from agentinfer.state.request import edits_logits
 from agentinfer.state.sequence import Finished, FinishReason, Running
 
@@ -30,6 +32,7 @@ def commit(
     rows, context, count, sample_rows, tokens, ok = (
         plan.rows, plan.context, plan.count, plan.sample_rows, sampled.tokens, sampled.ok,
     )  # fmt: skip
+    logprobs, scored = sampled.logprobs, _scored(cols, plan, sampled) if sampled.scored else ()
     if rows is not state.order:  # the very same column: nobody came or went since
         landed = (cols.seq.take(rows) == plan.seqs) & (cols.born.take(rows) <= plan.step)
     else:
@@ -38,6 +41,7 @@ def commit(
         alive = landed[sample_rows]
         renumbered = np.cumsum(landed, dtype=np.int32) - 1
         sample_rows, tokens, ok = renumbered[sample_rows[alive]], tokens[alive], ok[alive]
+        logprobs = logprobs and tuple(compress(logprobs, alive))
         rows, context, count = rows[landed], context[landed], count[landed]
     cols.own("written")[rows] = context
     at, landed_rows = context % size, rows
@@ -51,6 +55,7 @@ def commit(
     if not every(ok):
         broken = rows[~ok]
         rows, tokens, before, at = rows[ok], tokens[ok], before[ok], at[ok]
+        logprobs = logprobs and tuple(compress(logprobs, ok))
     after = before + 1
     cols.own("tail").ravel()[rows * np.int32(size) + at] = tokens
     cols.own("known")[rows] = after
@@ -69,7 +74,22 @@ def commit(
     seqs = plan.seqs if rows is plan.rows else state.cols.seq.take(rows)
     seal(seqs, tokens)
     finished = (*state.ended, *draft.finished)
-    return _next_state(draft, ended=bool(len(draft.finished))), Output(plan.step, seqs, tokens, finished)
+    output = Output(plan.step, seqs, tokens, finished, logprobs, scored)
+    return _next_state(draft, ended=bool(len(draft.finished))), output
+
+
+def _scored(cols: ColumnsDraft, plan: Plan, sampled: Sampled) -> tuple[PromptLogprobs, ...]:
+    """What the step found of prompts, but for rows that are no longer what they were in its plan."""
+    if plan.scored is None or sampled.scored is None:
+        return ()
+    found: list[PromptLogprobs] = []
+    which = plan.scored.rows
+    for i in ints(np.unique(which)):
+        row, seq = plan.rows[i], plan.seqs[i]
+        if cols.seq[row] == seq and cols.born[row] <= plan.step:
+            first, last = np.searchsorted(which, (i, i + 1))
+            found.append((SeqId(int(seq)), int(plan.scored.positions[first]), sampled.scored[first:last]))
+    return tuple(found)
 
 
 def _stopped(cols: ColumnsDraft, rows: I32, tokens: I32, before: I32) -> Bool:

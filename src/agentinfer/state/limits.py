@@ -65,6 +65,8 @@ class Limits:
     """Token ids that end a sequence unless it asks for `ignore_eos`."""
     prefix_cache: bool = field(default=True, validator=instance(bool))
     """Find full blocks of earlier sequences by their content."""
+    max_logprobs: int = field(default=20, validator=integer(0))
+    """Likeliest tokens that a request may be told of beside each of its own."""
     seed: int = field(default=0, validator=integer(0, 2**63 - 1))
     """Keys the prefix cache's hashes and the noise of requests that name no seed. 0 is the documented
     deterministic mode: two processes agree. Below 2**63."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
-from agentinfer.state.logprobs import Judged, TokenLogprobs
+from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.request import Request
 from agentinfer.state.sequence import Finished
 from agentinfer.state.show import plan_html
@@ -78,6 +78,22 @@ class Told:
 
 
 @frozen(eq=False)
+class Scored:
+    """Positions of prompts whose next token is known, and is to be judged by their logits. N of them."""
+
+    rows: I32
+    """[N] index into the plan's `rows` of each."""
+    samples: I32
+    """[N] flat positions (of T), ascending; none of them is sampled."""
+    positions: I32
+    """[N] of the token to judge, in its sequence."""
+    tokens: I32
+    """[N] that token."""
+    top: I32
+    """[N] likeliest tokens wanted beside it."""
+
+
+@frozen(eq=False)
 class Plan:
     """One forward pass. R rows take part, T positions are computed, S of them are sampled.
 
@@ -115,6 +131,10 @@ class Plan:
     """Samples whose logits are edited, ascending; none of another sample of the same row."""
     told: tuple[Told, ...] = ()
     """Rows whose logits will be edited and that the device does not know yet, as with `tables`."""
+    logprobs: I32 | None = None
+    """[S] likeliest tokens wanted beside each sample; -1: not even its own log-probability. None: all are -1."""
+    scored: Scored | None = None
+    """What of prompts is to be judged; None: nothing."""
     drafts: tuple[int, ...] = ()
     """[R] how many of each row's positions, its last ones, are guesses (speculate.py); empty: none of any row."""
 
@@ -128,7 +148,9 @@ def plan_digest(plan: Plan) -> str:
     told = [(told.row, told.tokens) for told in plan.told]
     facts = (plan.step, plan.base, plan.tables, plan.copies, plan.preempted, plan.sampling.banned, edits, told)
     parts = (plan.rows, plan.seqs, plan.start, plan.count, plan.context, plan.slots, plan.inputs, plan.samples)
-    arrays = (*parts, plan.sampling.params, plan.sampling.index)
+    judged = [] if plan.scored is None else [plan.scored.samples, plan.scored.tokens]
+    judged += [] if plan.logprobs is None else [plan.logprobs]
+    arrays = (*parts, plan.sampling.params, plan.sampling.index, *judged)
     return f"{zlib.crc32(b''.join((marshal.dumps((*facts, plan.drafts), 0), *(x.tobytes() for x in arrays)))):08x}"
 
 
@@ -142,10 +164,10 @@ class Sampled:
     """[R + 1] the samples of row i are tokens[row_offsets[i] : row_offsets[i + 1]]."""
     ok: Bool
     """[S] False: the logits were not finite; that sequence fails, the others go on."""
-    logprobs: Judged | None = None
-    """Of the samples that the plan wants it for, in their order; None: of none, or not on this rank."""
-    scored: Judged | None = None
-    """Likewise of the plan's `scored` positions."""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """[S] of each token, None where the plan wants none; None at all: of none, or not known here."""
+    scored: tuple[TokenLogprobs, ...] | None = None
+    """[N] of the plan's `scored` tokens; None: there are none, or it is not known here."""
 
 
 def offsets_of(plan: Plan) -> I32:
@@ -156,10 +178,17 @@ def offsets_of(plan: Plan) -> I32:
     return np.searchsorted(plan.sample_rows, edges).astype(np.int32)
 
 
-def sampled(plan: Plan, tokens: Any, ok: Any = None) -> Sampled:
+def sampled(
+    plan: Plan,
+    tokens: Any,
+    ok: Any = None,
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None,
+    scored: tuple[TokenLogprobs, ...] | None = None,
+) -> Sampled:
     """*tokens* (one a sample of *plan*) as a Sampled."""
     ids = np.array(tokens, np.int32).reshape(-1)
-    return Sampled(ids, offsets_of(plan), np.ones(len(ids), np.bool_) if ok is None else np.asarray(ok, np.bool_))
+    fine = np.ones(len(ids), np.bool_) if ok is None else np.asarray(ok, np.bool_)
+    return Sampled(ids, offsets_of(plan), fine, logprobs, scored)
 
 
 PromptLogprobs = tuple[SeqId, int, tuple[TokenLogprobs, ...]]

@@ -15,12 +15,14 @@ from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, p
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import EngineState, find_running, known_tokens
-from agentinfer.state.ids import I32, I64, BlockId, Row, SeqId, cdiv, every, ints, seal, some, total
+from agentinfer.state.ids import I32, BlockId, Row, SeqId, cdiv, every, ints, seal, total
+from agentinfer.state.layout import layout
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Edit, Plan, SamplingColumns, TableEntries, Told
 from agentinfer.state.policy import NOBODY, Policy, Turn, needs, queue, reserve, throughput
 from agentinfer.state.request import edits_logits
 from agentinfer.state.sequence import Running, Waiting
+from agentinfer.state.wanted import fewer, logprobs_wanted, most_scored, scored_by, scored_of, within
 
 
 def schedule(
@@ -98,6 +100,7 @@ class _Draft:
         self.order = state.order
         self.preempted: list[Waiting] = []
         self.admitted: list[Waiting] = []
+        self.room = most_scored(state.limits)
         self.tables: list[TableEntries] = list(state.retabled)
         self.told: list[Told] = []
         self.copies: list[tuple[BlockId, BlockId]] = []
@@ -131,6 +134,10 @@ def _serve(draft: _Draft, turn: Turn) -> tuple[I32, I32, int]:
     if asked > budget:
         count = np.diff(np.minimum(np.cumsum(count), budget), prepend=0).astype(np.int32)
         rows, count, asked = rows[count > 0], count[count > 0], budget
+    judged, draft.room = within(draft.cols, rows, count, draft.room)
+    if judged is not count:
+        rows, count = rows[judged > 0], judged[judged > 0]
+        asked = total(count)
     size = draft.limits.block_size
     at = draft.state.cols.computed.take(rows) % size
     if asked > len(rows):
@@ -231,6 +238,9 @@ def _enter(
     if not affordable(pool, had, blocks_wanted(limits, waiting, reserve=reserve), spoken_for):
         return None, 0, 0
     n = min(len(waiting.tokens) - had.computed, budget)
+    n, draft.room = fewer(had.computed, n, scored_of(waiting.request), draft.room)
+    if not n:
+        return None, 0, 0
     if had.shared:
         pool.hold(had.shared)
     fresh = pool.take(cdiv(had.computed + n, limits.block_size) - len(had.shared))
@@ -276,6 +286,8 @@ def _write_columns(draft: _Draft, run: Running, waiting: Waiting, computed: int)
     cols.own("turn")[row] = 0
     cols.own("born")[row] = draft.state.step
     cols.own("edits")[row] = edits_logits(params)
+    cols.own("logprobs")[row] = -1 if params.logprobs is None else params.logprobs
+    cols.own("scored")[row] = scored_of(request)
     cols.own("cached")[row] = min(computed, prompt) if waiting.cached < 0 else waiting.cached
     cols.own("tail_block")[row] = run.blocks[-1]
     tail = cols.own("tail")
@@ -299,7 +311,7 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, tu
     """The plan of *rows* over *positions* in all, and the state in which it is under way."""
     state, cols = draft.state, draft.cols
     end = start + count
-    slots, inputs, last = _layout(draft, rows, start, count, positions)
+    slots, inputs, last = layout(cols, draft.running, rows, start, count, positions)
     cols.own("computed")[rows] = end
     before = _same_rows(state.last, rows)
     steady = before is not None and len(slots) == len(rows)
@@ -329,6 +341,8 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, tu
         preempted=tuple(w.seq for w in draft.preempted),
         edits=before.edits if before is not None and steady else _edits(draft, sampled),
         told=tuple(draft.told),
+        logprobs=before.logprobs if before is not None and steady else logprobs_wanted(cols, sampled),
+        scored=None if steady else scored_by(cols, rows, start, end, draft.running),
     )
     seal(rows, plan.seqs, start, count, end, slots, inputs, last, sample_rows)
     return _rest(draft, plan, step=state.step + 1, retabled=()), plan
@@ -405,46 +419,6 @@ def _edits(draft: _Draft, rows: I32) -> tuple[Edit, ...]:
         return ()
     runs = ((i, draft.running(rows[i])) for i in ints(np.flatnonzero(asked)))
     return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)
-
-
-def _layout(draft: _Draft, rows: I32, start: I32, count: I32, positions: int) -> tuple[I64, I32, I32]:
-    """Slots and input ids of every position, and each row's last flat position. One-position rows need no loop."""
-    cols, size = draft.cols, draft.limits.block_size
-    if len(rows) == positions:
-        slots, inputs = _layout_single(draft, rows, start)
-        return slots, inputs, np.arange(len(rows), dtype=np.int32)
-    ends = np.cumsum(count, dtype=np.int32)
-    slots, inputs = np.empty(positions, np.int64), np.empty(positions, np.int32)
-    single = count == 1
-    slots[ends[single] - 1], inputs[ends[single] - 1] = _layout_single(draft, rows[single], start[single])
-    for row, first, n, end in zip(*(ints(x[~single]) for x in (rows, start, count, ends)), strict=True):
-        run = draft.running(row)
-        position = np.arange(first, first + n, dtype=np.int64)
-        blocks = np.array(run.blocks, np.int64)
-        slots[end - n : end] = blocks[position // size] * size + position % size
-        inputs[end - n : end] = known_tokens(run, int(cols.known[row]), cols.tail)[first : first + n]
-        cols.own("tail_block")[row] = run.blocks[(first + n - 1) // size]
-    return slots, inputs, ends - 1
-
-
-def _layout_single(draft: _Draft, rows: I32, start: I32) -> tuple[I64, I32]:
-    """Slot and input id of rows that compute one position: the tail's last token, or one still in flight."""
-    cols, size = draft.cols, draft.limits.block_size
-    at = start % size
-    slots = cols.tail_block.take(rows) * np.int64(size) + at
-    behind = cols.known.take(rows) - start
-    inputs = cols.tail.ravel().take(rows * np.int32(size) + at)
-    in_flight, early = behind < 1, behind > 1
-    if some(in_flight):
-        inputs[in_flight] = -1
-    if some(early):  # a one-position chunk in the middle of a prompt
-        for i, row, position in zip(
-            *(ints(x) for x in (np.flatnonzero(early), rows[early], start[early])), strict=True
-        ):
-            run = draft.running(row)
-            full = position // size
-            inputs[i] = run.tokens[full][position % size] if full < len(run.tokens) else cols.tail[row, position % size]
-    return slots, inputs
 
 
 def full_tables(state: EngineState) -> tuple[TableEntries, ...]:

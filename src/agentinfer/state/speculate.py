@@ -17,6 +17,7 @@ j <= D    known + j             samples 0 .. j - 1 are drafts 0 .. j - 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -185,6 +186,8 @@ def _widened(plan: Plan, widths: I32, slots: list[int], inputs: list[int]) -> Pl
         sample_rows=np.repeat(plan.sample_rows, times),
         sampling=_sampling(plan.sampling, times, place, ahead),
         edits=tuple(evolve(edit, sample=int(place[edit.sample])) for edit in plan.edits),
+        logprobs=None if plan.logprobs is None else np.repeat(plan.logprobs, times),
+        scored=plan.scored and evolve(plan.scored, samples=plan.scored.samples + shift[plan.scored.rows]),
         drafts=tuple(ints(widths)),
     )
     seal(count, context, wide.slots, wide.inputs, samples, wide.sample_rows)
@@ -225,12 +228,15 @@ def _alone(plan: Plan, j: int, which: Bool, runs: I32) -> Plan:
         context=context,
         samples=samples,
         sample_rows=place[plan.sample_rows[which]],
+        logprobs=None if plan.logprobs is None else plan.logprobs[which],
+        scored=None if j else plan.scored,
         drafts=(),
     )
 
 
 def _taken(part: Plan, whole: Sampled, which: Bool) -> Sampled:
-    return sampled(part, whole.tokens[which], whole.ok[which])
+    logprobs = whole.logprobs and tuple(compress(whole.logprobs, which))
+    return sampled(part, whole.tokens[which], whole.ok[which], logprobs, whole.scored if part.scored else None)
 
 
 def _taken_back(state: EngineState, plan: Plan) -> EngineState:
@@ -256,4 +262,8 @@ def _joined(outputs: Sequence[Output]) -> Output:
     """*outputs* of one step as one: the tokens of a sequence in their order."""
     seqs, tokens = (np.concatenate([getattr(x, name) for x in outputs]) for name in ("seqs", "tokens"))
     seal(seqs, tokens)
-    return Output(outputs[0].step, seqs, tokens, tuple(done for x in outputs for done in x.finished))
+    finished = tuple(done for x in outputs for done in x.finished)
+    logprobs = None
+    if outputs[0].logprobs is not None:
+        logprobs = tuple(one for x in outputs for one in x.logprobs or ())
+    return Output(outputs[0].step, seqs, tokens, finished, logprobs, outputs[0].prompt_logprobs)
