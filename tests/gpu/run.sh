@@ -9,6 +9,7 @@
 #   latency    `agentinfer bench latency` of Qwen3-0.6B; BENCH_ARGS="..." adds flags, MODEL=Qwen3-8B another model
 #   gemm       products of 96 to 256 rows of Qwen3-0.6B by our own kernel, against cuBLAS
 #   attention  benchmarks/gpu_attention.py: decode attention tile by tile, and sampling; ATTEND_ARGS="--rows 136" chooses
+#   persistent the tests of the persistent kernel, and benchmarks/gpu_persistent.py: its step against Triton's; PERSISTENT_ARGS adds flags
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
 #   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
@@ -116,6 +117,12 @@ for wanted; do
       # shellcheck disable=SC2086
       step attention $((bench_s + 40)) "$python" benchmarks/gpu_attention.py --json "$out/attention.json" \
         --seconds "$bench_s" ${ATTEND_ARGS:-}
+      ;;
+    persistent)
+      # shellcheck disable=SC2086
+      step persistent-tests 140 "${test_command[@]}" tests/gpu/test_persistent.py --durations=5 ${PYTEST_ARGS:-}
+      # shellcheck disable=SC2086
+      step persistent 120 "$python" benchmarks/gpu_persistent.py --json "$out/persistent.json" ${PERSISTENT_ARGS:-}
       ;;
     mix-*) bench "$wanted" throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens "${wanted#mix-}" ;;
     mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;

@@ -154,7 +154,7 @@ def _no_torch(site: Site) -> str | None:
 
 def _no_persistent(site: Site) -> str | None:
     return _first(
-        (_installed("cuda"), "cuda-bindings is not installed"),
+        (_installed("cuda") and _installed("cuda.bindings"), "cuda-bindings is not installed"),
         _cuda(site, 9),
         (site.dtype == torch.bfloat16, f"dtype {_name(site.dtype)}, not bfloat16"),
     ) or _no_triton(site)

@@ -71,7 +71,7 @@ class Program:
 def share_of(width: int) -> int:
     """How many of the eight warps share a row of *width* weights."""
     chunks = -(-width // 256)
-    return 8 if chunks >= 16 else 2 if chunks >= 8 else 1
+    return 8 if chunks >= 16 else 4 if chunks > 12 else 2 if chunks >= 8 else 1
 
 
 def widths_of(w: Any, heads: HeadShape) -> tuple[int, int, int]:
@@ -246,10 +246,10 @@ def new_mailbox(values: Mapping[str, int], device: torch.device) -> Mailbox:
 class RowKernel:
     """Ops.row_step by the persistent kernel. Mutable: remembers the programs that it has compiled."""
 
-    __slots__ = ("_grid", "_limit_ns", "_lose", "programs")
+    __slots__ = ("_grid", "_limit_ns", "_lose", "_slot", "programs")
 
-    def __init__(self, grid: int, limit_ns: int = SECOND, lose: int = 0) -> None:
-        self._grid, self._limit_ns, self._lose = grid, limit_ns, lose
+    def __init__(self, grid: int, limit_ns: int = SECOND, lose: int = 0, slot: int | None = None) -> None:
+        self._grid, self._limit_ns, self._lose, self._slot = grid, limit_ns, lose, slot
         self.programs: dict[int, Program] = {}
 
     def __call__(
@@ -262,7 +262,7 @@ class RowKernel:
             problem = unfit(w, heads, windows, tp.size, self._grid)
             if problem is not None:
                 raise InvalidSetting("ops", f"persistent: {problem}")
-            program = self._program(w, macros(w, heads, self._grid), eps, scale)
+            program = self._program(w, macros(w, heads, self._grid, slot=self._slot), eps, scale)
             self.programs[id(w)] = program
         logits = torch.empty((1, program.macros["VOCAB"]), dtype=torch.float32, device=x.ids.device)
         fill(program.params, kv, x, logits)
@@ -295,10 +295,13 @@ def where_late(mailbox: Mailbox) -> str | None:
     return f"layer {layer}: {PHASES[phase]}" if found else None
 
 
-def persistent_ops(ops: Ops, device: torch.device, *, limit_ns: int = SECOND, lose: int = 0) -> Ops:
+def persistent_ops(
+    ops: Ops, device: torch.device, *, limit_ns: int = SECOND, lose: int = 0, slot: int | None = None
+) -> Ops:
     """*ops*, with steps of one row done by the persistent kernel on all multiprocessors of *device*.
 
     *limit_ns*: how long a step may wait for its blocks. *lose*: which of PHASES loses a packet, to see what happens.
+    *slot*: as in `macros`.
     """
     grid: int = cast(Any, torch.cuda).get_device_properties(device).multi_processor_count
-    return evolve(ops, name="persistent", row_step=RowKernel(grid, limit_ns, lose))
+    return evolve(ops, name="persistent", row_step=RowKernel(grid, limit_ns, lose, slot))

@@ -127,7 +127,7 @@ constexpr int AT_SUMS = AT_PART + SPLITS * HEADS * DIM;
 
 // How a row of K numbers is shared: SHARE warps a row, 8 numbers a lane and chunk of 256, OWN chunks a warp.
 template <int K> struct Cut {
-  static constexpr int CHUNKS = (K + 255) / 256, SHARE = CHUNKS >= 16 ? 8 : CHUNKS >= 8 ? 2 : 1;
+  static constexpr int CHUNKS = (K + 255) / 256, SHARE = CHUNKS >= 16 ? 8 : CHUNKS > 12 ? 4 : CHUNKS >= 8 ? 2 : 1;
   static constexpr int OWN = (CHUNKS + SHARE - 1) / SHARE, NUMBERS = OWN * 8, TEAMS = WARPS / SHARE;
   static constexpr int FIT = SLOT / (K * 2), ROWS = FIT > TEAMS ? FIT / TEAMS * TEAMS : FIT;  // rows of a slot
   static constexpr bool FULL = K % 256 == 0 && CHUNKS % SHARE == 0;
@@ -162,7 +162,9 @@ struct Attention {  // in shared memory
   float tops[KEY_WARPS * GROUP], sums[KEY_WARPS * GROUP];
   float4 gathered[WARPS * 32];
 };
-constexpr int VECTOR = 4096;  // numbers of a vector at most that is handed on in shared memory: see load_sent
+template <int A, int B> constexpr int MORE = A > B ? A : B;
+template <int K> constexpr int HANDED = Cut<K>::SHARE < 8 ? K : 8;  // numbers that load_sent hands on in shared memory
+constexpr int VECTOR = MORE<MORE<HANDED<HIDDEN>, HANDED<HEADS * DIM>>, HANDED<INTER>>;
 struct Shared {
   Attention attention;
   alignas(16) u32 vector[VECTOR / 2];
