@@ -103,12 +103,14 @@ def test_replays_are_eager_steps(tmp_path: Path) -> None:
 def test_a_lost_packet_fails_its_step(tmp_path: Path, phase: int) -> None:
     """No logit is a number, nothing hangs, and who asks learns where it waited."""
     x, ops = case(tmp_path, CUDA, num_hidden_layers=2), ops_of(limit_ns=LIMIT_NS, lose=phase)
-    at, kv = inputs(x.kv, 5, 100)
-    begin = time.monotonic()
-    logits = stepped(x, ops, at, kv)
-    torch.cuda.synchronize()
-    assert time.monotonic() - begin < 10  # compiling included
-    assert logits.isnan().all()
+    for _ in range(2):  # the first one compiles
+        at, kv = inputs(x.kv, 5, 100)
+        begin = time.monotonic()
+        logits = stepped(x, ops, at, kv)
+        torch.cuda.synchronize()
+        took = time.monotonic() - begin
+        assert logits.isnan().all()
+    assert took < 2
     [program] = kernel_of(ops).programs.values()
     assert persistent.where_late(program.mailbox) == f"layer 0: {persistent.PHASES[phase]}"
     at, kv = inputs(x.kv, 5, 100)
