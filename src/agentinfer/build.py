@@ -18,6 +18,7 @@ from attrs import Attribute, evolve, field, frozen
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.graphs import bucket_sizes, capture, replaying
+from agentinfer.judging import MODES, RAW
 from agentinfer.models.checkpoint import open_checkpoint
 from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype
 from agentinfer.ops.choose import choose, choose_traced
@@ -97,6 +98,12 @@ class Settings:
     """Layers are one function that torch.compile made, in captured graphs and out of them."""
     dummy_weights: bool = field(default=False, validator=instance(bool))
     """Weights drawn at random, of a folder that need hold nothing but config.json."""
+    max_logprobs: int = field(default=20, validator=integer(0))
+    """Likeliest tokens that a request may be told of beside each of its own."""
+    logprobs_mode: str = field(default=RAW, validator=_one_of(*MODES))
+    """Log-probabilities of what: "raw_logprobs", the model's own distribution; "processed_logprobs", the one that a
+    token was drawn from, after all that its request asks for.
+    """
     seed: int | None = field(default=None, validator=integer(0, 2**63 - 1, optional=True))
     """The engine's seed (Limits.seed); None: a fresh one."""
 
@@ -150,6 +157,7 @@ def _build(
         limits=limits,
         policy=POLICIES[settings.policy] if policy is None else policy,
         overlap=settings.overlap,
+        logprobs_mode=settings.logprobs_mode,
     )
     _done("weights", device)
     if settings.compile:
@@ -348,6 +356,7 @@ def _limits(
         vocab_size=model.config.vocab_size,
         eos_ids=tuple(sorted({*model.config.eos_ids, *eos_ids})),
         prefix_cache=settings.prefix_cache,
+        max_logprobs=settings.max_logprobs,
         seed=seed,
     )
 

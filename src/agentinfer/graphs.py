@@ -18,6 +18,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
+from agentinfer.judging import basis_of
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.ops.sample import idle, words
@@ -234,7 +235,8 @@ def replay(
     StaleHandle as `stage` does.
     """
     rows = len(plan.rows)
-    size = bucket_of(sizes, rows) if len(plan.slots) == len(plan.samples) == rows else None
+    plain = len(plan.slots) == len(plan.samples) == rows and plan.scored is None
+    size = bucket_of(sizes, rows) if plain else None
     if size is None:
         return None
     captured, kv = graphs[size], device.kv
@@ -265,18 +267,19 @@ def _after(
     choose. *Donates* device. *places*: which row of the plan each of the graph is.
     """
     now, late = edited(plan)
-    if not now and not late:
+    if not now and not late and plan.logprobs is None:
         return take_off(plan, chosen), device
     at, last, tables = np.argsort(places), device.last, device.edits
+    basis = basis_of(plan, m.logprobs_mode, logits_RV, at) if m.ranks.tp.rank == 0 else None
     if now:
         logits_PV = edit_on_device(m.ops, tables, plan, now, logits_RV, at[list(now)])
-        chosen = enter(chosen, now, choose_edited(m.ops, plan, now, logits_PV, m.host)[0])
+        chosen = enter(chosen, now, choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)[0])
         last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
     waiting = None
     if late:
         logits_PV = edit_on_device(m.ops, tables, plan, late, logits_RV, at[list(late)])
-        waiting = Late(late, logits_PV if m.ranks.tp.rank == 0 else None, chosen)
-    return take_off(plan, chosen, waiting), Device(device.kv, last, tables)
+        waiting = Late(late, logits_PV if m.ranks.tp.rank == 0 else None, chosen, basis)
+    return take_off(plan, chosen, basis, waiting), Device(device.kv, last, tables)
 
 
 def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCache:

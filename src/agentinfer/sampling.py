@@ -17,12 +17,13 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from agentinfer.judging import Basis, replace_edited, wanting
 from agentinfer.ops.edit import EditTables, ban, count, mask
 from agentinfer.ops.inputs import put
 from agentinfer.ops.kv import Donated
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.sample import choose_on_device, subset
-from agentinfer.state.ids import I32, I64, SeqId
+from agentinfer.state.ids import I32, I64, SeqId, ints
 from agentinfer.state.plan import Edit, Plan
 from agentinfer.state.request import Request, bad_tokens, biased, needs_host, penalised
 
@@ -54,6 +55,8 @@ class Late:
     """Theirs, after what the device edits; a copy that nobody else has. None: another rank chooses."""
     chosen: Tensor
     """[2, S or more] int64 of the step: tokens, ok. Theirs are still to come."""
+    basis: Basis | None = None
+    """What the samples of the step are judged by, where that was asked for."""
 
 
 @frozen
@@ -73,12 +76,14 @@ Broken = tuple[SeqId, str]
 
 def edited(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The samples whose logits are edited, ascending: those that the device alone can edit, those that wait for the
-    host.
+    host. Among the former are those that are filtered and judged: what filters logits may write them.
     """
-    if not plan.edits and not plan.sampling.banned:
+    if not plan.edits and not plan.sampling.banned and plan.logprobs is None:
         return (), ()
+    s, which = plan.sampling, wanting(plan)
     late = tuple(edit.sample for edit in plan.edits if needs_host(edit.request.params))
     asked = {edit.sample for edit in plan.edits} | {sample for sample, _ in plan.sampling.banned}
+    asked.update(ints(which[((s.top_p < 1) | (s.min_p > 0) | (s.top_k > 0))[which]]))
     return tuple(sorted(asked.difference(late))), late
 
 
@@ -131,10 +136,11 @@ def choose_edited(
     logits_PV: Donated[Tensor],
     host: Host,
     ready: Mapping[int, Ready] = MappingProxyType({}),
+    basis: Basis | None = None,
 ) -> tuple[Tensor, list[Broken]]:
     """[2, P] int64: tokens and ok of the samples *which* (ascending) of *plan*, and what raised. *logits* are those of
     `edit_on_device`: what is banned here is -inf before the penalties or after them. *Donates* logits. *ready*: of the
-    samples that waited for the host.
+    samples that waited for the host. Writes what *basis* has of the samples.
     """
     place = {sample: i for i, sample in enumerate(which)}
     banned = [(place[i], token) for i, tokens in plan.sampling.banned if i in place for token in tokens]
@@ -146,6 +152,8 @@ def choose_edited(
         logits_PV = mask(logits_PV, [at for at, _ in masks], np.stack([words for _, words in masks]))
     asking = [edit for edit in plan.edits if edit.sample in ready]
     broken = [why for edit in asking if (why := _process(host, edit, ready, place, logits_PV))]
+    if basis is not None:
+        replace_edited(basis, plan, which, logits_PV)
     asked = subset(plan.sampling, np.array(which, np.int64))
     if ops.sample_rows is not None:
         return choose_on_device(ops.sample_rows, logits_PV, asked), broken

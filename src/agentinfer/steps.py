@@ -10,6 +10,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from agentinfer.judging import RAW, Basis, basis_of, judge_samples, judge_scored, of_samples, of_scored
 from agentinfer.models.model import Model
 from agentinfer.ops.comm import Ranks
 from agentinfer.ops.edit import EditTables, tell
@@ -60,6 +61,10 @@ class Flight:
     """Happens when the tokens are there; None: they are."""
     late: Late | None = None
     """Samples that wait for the host: their tokens, and with them all others, come once `finish` has chosen them."""
+    said: Tensor | None = None
+    """`judge_samples` of the plan, as tokens_S."""
+    scored: Tensor | None = None
+    """`judge_scored` of the plan, as tokens_S; on the device while samples are late."""
 
 
 Replay = Callable[[Donated[Device], Plan], tuple[Flight, Device] | None]
@@ -83,6 +88,8 @@ class Machine:
     """Runs the plans that it has a captured graph for (graphs.capture made it); None: every step is eager."""
     host: Host = field(factory=Host)
     """What can be done to logits on the host."""
+    logprobs_mode: str = RAW
+    """What log-probabilities are of: one of judging.MODES."""
 
 
 def prefill_step(m: Machine, kv: Donated[KvCache], x: Inputs) -> tuple[Tensor, KvCache]:
@@ -116,19 +123,37 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     step = decode_step if x.max_query == 1 else prefill_step
     logits_SV, kv = step(m, kv, x)
     now, late = edited(plan)
-    chosen = _choose(m, logits_SV, plan, device.edits, now, late)
+    basis, scored = _asked(m, plan, logits_SV)
+    chosen = _choose(m, logits_SV[: len(plan.samples)], plan, device.edits, now, late, basis)
     waiting = None
     if late and m.ranks.tp.rank == 0:
         waiting = edit_on_device(m.ops, device.edits, plan, late, logits_SV, np.array(late))
     tables = count_chosen(device.edits, plan, now, chosen)
     device = Device(kv, remember(device.last, x, chosen[0]), tables)
-    return take_off(plan, chosen, Late(late, waiting, chosen) if late else None), device
+    return take_off(plan, chosen, basis, Late(late, waiting, chosen, basis) if late else None, scored), device
+
+
+def _asked(m: Machine, plan: Plan, logits_SV: Tensor) -> tuple[Basis | None, Tensor | None]:
+    """What the samples are judged by, and what is said of tokens of prompts, whose logits come after the samples'.
+    Rank 0 alone is asked.
+    """
+    if m.ranks.tp.rank:
+        return None, None
+    return basis_of(plan, m.logprobs_mode, logits_SV), judge_scored(plan, logits_SV[len(plan.samples) :])
 
 
 def _choose(
-    m: Machine, logits_SV: Tensor, plan: Plan, tables: EditTables, now: tuple[int, ...], late: tuple[int, ...]
+    m: Machine,
+    logits_SV: Tensor,
+    plan: Plan,
+    tables: EditTables,
+    now: tuple[int, ...],
+    late: tuple[int, ...],
+    basis: Basis | None,
 ) -> Tensor:
-    """[2, S] int64: tokens, ok; of the samples *late* nothing yet. Rank 0 decides for all."""
+    """[2, S] int64: tokens, ok; of the samples *late* nothing yet. Rank 0 decides for all. Writes what *basis* has of
+    the samples that are edited.
+    """
     tp = m.ranks.tp
     if tp.rank:
         return tp.broadcast(torch.zeros(2, len(plan.samples), dtype=torch.int64, device=logits_SV.device))
@@ -136,7 +161,7 @@ def _choose(
     chosen = torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))
     if now:
         logits_PV = edit_on_device(m.ops, tables, plan, now, logits_SV, np.array(now))
-        found, _ = choose_edited(m.ops, plan, now, logits_PV, m.host)
+        found, _ = choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)
         chosen = enter(chosen, now, found)
     return tp.broadcast(chosen)
 
@@ -157,31 +182,38 @@ def finish(
         if late.logits_PV is not None:
             waiting = [edit for edit in plan.edits if edit.sample in late.which]
             ready, broken = ask_host(m.host, waiting, known)
-            found, raised = choose_edited(m.ops, plan, late.which, late.logits_PV, m.host, ready)
+            found, raised = choose_edited(m.ops, plan, late.which, late.logits_PV, m.host, ready, late.basis)
             chosen, broken = enter(chosen, late.which, found), broken + raised
         chosen = tp.broadcast(chosen)
         tables = count_chosen(device.edits, plan, late.which, chosen)
         last = pass_on(device.last, plan, late.which, chosen)
-        return take_off(plan, chosen), Device(device.kv, last, tables), broken
+        flight = take_off(plan, chosen, late.basis, scored=flight.scored)
+        return flight, Device(device.kv, last, tables), broken
     except Exception as error:
         if tp.size > 1:
             raise
         return failed(plan, error), evolve(device, kv=renew(device.kv, f"the step {plan.step} that failed")), []
 
 
-def take_off(plan: Plan, chosen: Tensor, late: Late | None = None) -> Flight:
-    """The flight of *plan*, which chose [2, S or more] int64: tokens, ok. Starts their way to the host, unless some are
-    *late*.
+def take_off(
+    plan: Plan, chosen: Tensor, basis: Basis | None = None, late: Late | None = None, scored: Tensor | None = None
+) -> Flight:
+    """The flight of *plan*, which chose [2, S or more] int64: tokens, ok. Starts their way to the host, and that of
+    what is said of them by *basis*, and of prompts (*scored*), unless some are *late*.
     """
     if late is not None:
-        return Flight(plan, chosen[0], chosen[1], None, late)
-    count, done = len(plan.samples), None
+        return Flight(plan, chosen[0], chosen[1], None, late, None, scored)
+    count, done, said = len(plan.samples), None, judge_samples(plan, basis, chosen[0])
     if chosen.is_cuda:
-        here = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-        chosen = here.copy_(chosen, non_blocking=True)
+        chosen, said, scored = _sent(chosen), *(None if x is None else _sent(x) for x in (said, scored))
         done = torch.cuda.Event()
         done.record()
-    return Flight(plan, chosen[0, :count], chosen[1, :count], done)
+    return Flight(plan, chosen[0, :count], chosen[1, :count], done, None, said, scored)
+
+
+def _sent(x: Tensor) -> Tensor:
+    """*x* on the host, once the stream has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def land(flight: Flight) -> Sampled | Failed:
@@ -193,9 +225,11 @@ def land(flight: Flight) -> Sampled | Failed:
             flight.done.synchronize()
         tokens = flight.tokens_S.numpy().astype(np.int32)
         ok = flight.ok_S.numpy() != 0
+        said, scored = (None if x is None else x.numpy() for x in (flight.said, flight.scored))
     except Exception as error:  # noqa: BLE001 - a device reports here what went wrong in the step
         return failed(flight.plan, error)
-    return sampled(flight.plan, tokens, ok)
+    plan = flight.plan
+    return sampled(plan, tokens, ok, of_samples(plan, tokens, said), of_scored(plan, scored))
 
 
 def failed(plan: Plan, error: Exception) -> Failed:

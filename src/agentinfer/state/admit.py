@@ -35,8 +35,6 @@ def validate(limits: Limits, request: Request) -> None:
     if prompt == 0:
         raise InvalidRequest("prompt", "has no tokens")
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if asked is not None:
-            raise InvalidRequest(name, "can not be served yet")
         most = min(limits.max_logprobs, limits.vocab_size)
         if asked is not None and asked > most:
             raise InvalidRequest(name, f"asks for {asked} tokens, more than max_logprobs {most}")
