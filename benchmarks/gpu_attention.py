@@ -30,17 +30,13 @@ BLOCK, DIM, HEADS = 16, 128, 8
 TILES = (
     AttendTile(1, 64, 2, 2, registers=168),
     AttendTile(1, 64, 4, 2),
+    AttendTile(1, 32, 2, 3, ahead=True),
+    AttendTile(1, 64, 4, 3, ahead=True),
+    AttendTile(1, 32, 1, 3, ahead=True),
+    AttendTile(2, 64, 2, 2, 256, registers=168),
     AttendTile(4, 64, 2, 2, 256),
     AttendTile(8, 64, 2, 2, 256),
     AttendTile(16, 64, 2, 2, 128),
-    AttendTile(1, 64, 2, 2, registers=168, even=6),
-    AttendTile(1, 64, 2, 2, even=4),
-    AttendTile(1, 64, 4, 2, registers=168, even=3),
-    AttendTile(1, 64, 4, 2, even=2),
-    AttendTile(1, 64, 4, 3, ahead=True, even=2),
-    AttendTile(1, 64, 4, 3, ahead=True, registers=168, even=3),
-    AttendTile(1, 32, 2, 3, ahead=True, even=4),
-    AttendTile(1, 32, 1, 3, ahead=True, even=6),
 )
 READ = 4.57e12
 

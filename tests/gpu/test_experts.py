@@ -64,7 +64,7 @@ class Layer:
 
     def run(self, *, pdl: bool, gemm_rows: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(normed, weights, experts, what the residual is in the end)."""
-        run = Launch(pdl=pdl, gemm_rows=gemm_rows, counters=torch.zeros(0))
+        run = Launch(pdl=pdl, gemm_rows=gemm_rows, narrow_rows=gemm_rows, counters=torch.zeros(0))
         stream = Stream(self.residual.clone(), self.pending)
         *work, stream = ours.norm_route(run, stream, self.norm, self.router, self.bias, self.routing, 1e-6)
         residual, parts = ours.experts_add(run, *work, self.gate_up, self.down, *self.shared, stream, alone().tp)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from agentinfer.build import Settings
     from agentinfer.loop import Engine
 
+SELDOM: Final = (200_000, 1_000, 1_000)
+"""Thresholds of the garbage collector while an engine runs, which makes many records and no cycles: with Python's own,
+a third of the host's time in steps of prompts goes to looking for some.
+"""
 _FIELD: Final = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/.-])")
 
 
@@ -34,7 +38,9 @@ def opened(args: argparse.Namespace) -> Generator[Engine]:
             folder = locate(args.model, weights=not args.dummy_weights)
             hint(f"opening {args.model}")
             engine = stack.enter_context(launched(args, folder, settings_of(args)))
+        stack.callback(gc.set_threshold, *gc.get_threshold())
         gc.freeze()  # what is there now stays: the collector need not look at it again
+        gc.set_threshold(*SELDOM)
         stack.callback(gc.unfreeze)
         yield engine
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 from agentinfer.ops.kernels import silu
 from agentinfer.ops.kernels.gemm import fits, gemm
 from agentinfer.ops.kernels.gemv import gemv
+from agentinfer.ops.kernels.tiles import NARROW
 
 
 @frozen(eq=False)
@@ -19,13 +20,18 @@ class Launch:
     """Programmatic dependent launch."""
     gemm_rows: int
     """Most rows for our own product of several rows."""
+    narrow_rows: int
+    """The same of weights of at most NARROW numbers: there it counts that a kernel begins before the one before it has
+    ended, which those of cuBLAS do not.
+    """
     counters: Tensor
     """[COUNTERS] int32, 0 between kernels: see `attend_decode`."""
 
 
 def by_gemm(run: Launch, x: Tensor, weight: Tensor) -> bool:
     """Whether our own product of several rows serves these."""
-    return 1 < len(x) <= run.gemm_rows and fits(x, weight)
+    most = run.narrow_rows if weight.numel() <= NARROW else run.gemm_rows
+    return 1 < len(x) <= most and fits(x, weight)
 
 
 def product(run: Launch, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,13 +3,14 @@
 The residual is float32 and never rounded; a `Stream` has in pending_TD the partial sums ([P, T, D]) that the next norm
 adds to it. By the number of rows a weight is multiplied by one of three kernels:
 
-===== ===========================================================================
+===== ============================================================================
 rows  product
-===== ===========================================================================
+===== ============================================================================
 1     gemv: norm, gate and residual are part of it, so nothing is ever pending
-2-64  gemm by TMA, in partial sums where a norm follows (two bytes a number only)
+2-64  gemm by TMA, in partial sums where a norm follows (two bytes a number only);
+      of narrow models up to 128
 more  cuBLAS, and small kernels between
-===== ===========================================================================
+===== ============================================================================
 
 Steps of one query a row go to `attend_decode`, others to *ragged*; latent attention is in `latent`, experts in
 `experts`. Between our own kernels launches are programmatic (on Hopper and later), as `kernels/embed.py` explains;
@@ -32,8 +33,8 @@ from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kernels import add_norm, silu
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
-from agentinfer.ops.kernels.embed import embed
 from agentinfer.ops.kernels.edit import edit_rows
+from agentinfer.ops.kernels.embed import embed
 from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_tokens
@@ -46,6 +47,8 @@ from agentinfer.ops.sample import on_device
 
 GEMM_MOST_ROWS = 64
 """Beyond, cuBLAS is faster."""
+NARROW_MOST_ROWS = 128
+"""The same for weights of at most NARROW numbers."""
 
 
 def _norm(run: Launch, stream: Stream, norm_D: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Stream]:
@@ -172,6 +175,7 @@ def triton_ops(
     run = Launch(
         pdl=hopper if pdl is None else pdl,
         gemm_rows=(GEMM_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
+        narrow_rows=(NARROW_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
         counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
     )
     plain = reference().primitives

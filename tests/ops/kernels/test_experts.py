@@ -23,7 +23,7 @@ from agentinfer.ops.moe import Routing
 from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import Stream
 
-RUN = Launch(pdl=False, gemm_rows=0, counters=torch.zeros(0))
+RUN = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(0))
 LITE = Routing(3, "softmax", normalise=False)
 ROUTINGS = {
     "v2 lite": LITE,
@@ -189,7 +189,7 @@ def test_half_precision_and_split_sums() -> None:
     wide = weights_of(8, 32, 64, 512)
     gate_up, down, *both = (w.half() for w in wide)
     x, (weights, ids) = rand(5, 64), routes(5, 3, 8)
-    run = Launch(pdl=False, gemm_rows=64, counters=torch.zeros(0))
+    run = Launch(pdl=False, gemm_rows=64, narrow_rows=64, counters=torch.zeros(0))
     residual = rand(5, 64, seed=6)
     got = ours.experts_add(
         run, x.half(), weights, ids, gate_up, down, *both, Stream(residual, residual[None]), alone().tp

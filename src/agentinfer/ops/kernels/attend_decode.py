@@ -17,16 +17,46 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from agentinfer.ops.kernels.attend_even import attend_even
-from agentinfer.ops.kernels.attend_pieces import block_of, load_keys, newest, rest, seen, turned
 from agentinfer.ops.kernels.launch import Direct
-from agentinfer.ops.kernels.tiles import AttendTile, attend_tile, power_of_two
+from agentinfer.ops.kernels.tiles import PAIRS, AttendTile, attend_tile, power_of_two
 
 LOG2E = 1.4426950408889634
-COUNTERS = 1 << 14
+COUNTERS = PAIRS
 """Numbers that `attend_decode` needs to count splits."""
 SLICE = 4096
 """Numbers a warp combines at once: 128 registers a thread."""
+
+
+@triton.jit
+def _turned(at, there, weight, cos, sin, eps, cache, DIM: tl.constexpr, NORM: tl.constexpr):
+    """The heads whose first halves are *at* ([n, D / 2]), normed and rotated, as the cache would have them."""
+    x1 = tl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x2 = tl.load(at + DIM // 2, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if NORM:
+        dims = tl.arange(0, DIM // 2)
+        r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+        x1 = x1 * r * tl.load(weight + dims).to(tl.float32)[None, :]
+        x2 = x2 * r * tl.load(weight + DIM // 2 + dims).to(tl.float32)[None, :]
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    return y1.to(cache.dtype.element_ty), y2.to(cache.dtype.element_ty)
+
+
+@triton.jit
+def _newest(
+    new, k_slot, v_slot, q1, q2, k_norm, cos, sin, eps, scale,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Write the key at *new* and its value, which lies STRIDE behind it, to their slots. Its scores and the value."""
+    half = tl.arange(0, DIM // 2)[None, :]
+    dims = tl.arange(0, DIM)
+    k1, k2 = _turned(new + half, half >= 0, k_norm, cos, sin, eps, k_slot, DIM, NORM)
+    value = tl.load(new + STRIDE + dims, cache_modifier=".cg").to(v_slot.dtype.element_ty)
+    tl.store(k_slot + half, k1)
+    tl.store(k_slot + DIM // 2 + half, k2)
+    tl.store(v_slot + dims, value)
+    score = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1) + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)
+    return score * scale, value.to(tl.float32)
 
 
 @triton.jit
@@ -35,6 +65,58 @@ def _shares(count, r, least, whole, KEYS: tl.constexpr, SPLITS: tl.constexpr):
     share = tl.maximum(tl.cdiv(tl.cdiv(count, SPLITS), KEYS) * KEYS, tl.maximum(least, KEYS))
     share = tl.where(r < whole, tl.maximum(share, count), share)
     return share, tl.maximum(tl.cdiv(count, share), 1)
+
+
+@triton.jit
+def _block(table, key, end, BLOCK: tl.constexpr):
+    """The blocks of keys *key*; from *end* on block 0, and the table is not read."""
+    return tl.load(table + key // BLOCK, mask=key < end, other=0)
+
+
+@triton.jit
+def _load(
+    k_head, v_head, block, key, end,
+    BLOCK: tl.constexpr, APART: tl.constexpr, TOKEN: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of keys *key* in the blocks *block*, and their values; zeros from *end* on: there nothing is read."""
+    there = key < end
+    half = tl.arange(0, DIM // 2)
+    at = (block.to(tl.int64) * APART + key % BLOCK * TOKEN)[:, None]
+    k1 = tl.load(k_head + at + half[None, :], mask=there[:, None], other=0.0)
+    k2 = tl.load(k_head + at + DIM // 2 + half[None, :], mask=there[:, None], other=0.0)
+    v = tl.load(v_head + at + tl.arange(0, DIM)[None, :], mask=there[:, None], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def _seen(q1, q2, k1, k2, v, there, top, total, acc, scale):
+    """One step of the online softmax (base 2)."""
+    s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
+    s = tl.where(there[None, :], s * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    keep = tl.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new, total * keep + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _rest(
+    q1, q2, k_head, v_head, table, block, begin, end, top, total, acc, scale,
+    BLOCK: tl.constexpr, APART: tl.constexpr, TOKEN: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys *begin* .. end - 1, the first of which are in the blocks *block* (AHEAD)."""
+    for at in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = at + tl.arange(0, KEYS)
+        if not AHEAD:
+            block = _block(table, key, end, BLOCK)
+        k1, k2, v = _load(k_head, v_head, block, key, end, BLOCK, APART, TOKEN, DIM)
+        if AHEAD:
+            block = _block(table, key + KEYS, end, BLOCK)
+        top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+    return top, total, acc
 
 
 @triton.jit
@@ -137,11 +219,11 @@ def _attend_decode(
     k_cache += h * HEAD
     v_cache += h * HEAD
     key = begin + tl.arange(0, KEYS)
-    block = block_of(table, key, end, BLOCK)
+    block = _block(table, key, end, BLOCK)
     if EARLY:
-        k1, k2, v = load_keys(k_cache, v_cache, block, key, end, BLOCK, APART, TOKEN, DIM)
+        k1, k2, v = _load(k_cache, v_cache, block, key, end, BLOCK, APART, TOKEN, DIM)
         if AHEAD:
-            block = block_of(table, key + KEYS, end, BLOCK)
+            block = _block(table, key + KEYS, end, BLOCK)
     slot = tl.load(slots + r)
     slot = slot // BLOCK * APART + slot % BLOCK * TOKEN
     cos = tl.load(cos_sin + now * DIM + half)
@@ -150,22 +232,22 @@ def _attend_decode(
         gdc_wait()
     qkv += r * ((GROUP + 2) * STRIDE)
     q = qkv + (h * GROUP + head)[:, None] * DIM + half
-    q1, q2 = turned(q, (head < GROUP)[:, None], q_norm, cos, sin, eps, k_cache, DIM, NORM)
+    q1, q2 = _turned(q, (head < GROUP)[:, None], q_norm, cos, sin, eps, k_cache, DIM, NORM)
     top = tl.full((GP,), float("-inf"), tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DIM), tl.float32)
     if s == 0:
         new = qkv + (GROUP * KV_HEADS + h) * DIM
-        top, value = newest(
+        top, value = _newest(
             new, k_cache + slot, v_cache + slot, q1, q2, k_norm, cos, sin, eps, scale, STRIDE, DIM, NORM
         )
         total = tl.full((GP,), 1.0, tl.float32)
         acc += value[None, :]
     if begin < end:
         if EARLY:
-            top, total, acc = seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
+            top, total, acc = _seen(q1, q2, k1, k2, v, key < end, top, total, acc, scale)
             begin += KEYS
-        top, total, acc = rest(
+        top, total, acc = _rest(
             q1, q2, k_cache, v_cache, table, block, begin, end, top, total, acc, scale,
             BLOCK, APART, TOKEN, DIM, KEYS, STAGES, AHEAD,
         )  # fmt: skip
@@ -215,12 +297,6 @@ def attend_decode(
         return out
     group = num_heads // heads
     t = attend_tile(count, heads) if tile is None else tile
-    if t.even:
-        processors = torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 2
-        return attend_even(
-            qkv_RX, k_cache, v_cache, table, rows, context, slots, out, cos_sin, q_norm, k_norm, eps, scale * LOG2E,
-            window, counters, processors, t, pdl=pdl,
-        )  # fmt: skip
     parts = sums = out
     if t.splits > 1:
         parts = torch.empty((count, heads, t.splits, group, dim), dtype=torch.float32, device=out.device)

@@ -1,4 +1,5 @@
-"""Few rows (2 to 64) times a weight, at the speed of memory: tiles arrive by TMA, columns may be split among programs.
+"""Some rows (2 to 128) times a weight, at the speed of memory: tiles arrive by TMA, columns may be split among
+programs.
 
 Split sums are not added up here: whoever norms the residual next does it (`add_norm`), in fixed order.
 

@@ -53,9 +53,6 @@ class AttendTile:
     registers: int = 0
     """Most registers a thread, so that more programs fit a multiprocessor; 0: as many as the compiler likes. (Those
     that split take 212, so 4 programs fit; 168 make it 6, and nothing spills.)"""
-    even: int = 0
-    """So many programs a multiprocessor share all keys of all rows evenly, *least* keys or more each (`attend_even`);
-    *splits*, *early* and *whole* do not matter then. 0: a program has one row and KV head, or a split of them."""
 
 
 GEMV: Mapping[tuple[int, int, bool], GemvTile] = MappingProxyType(
@@ -88,12 +85,18 @@ GEMM: Mapping[tuple[int, int, int, bool], GemmTile] = MappingProxyType(
         (64, 151936, 4096, False): GemmTile(64, 128, 128, 4, 8, 1),
         (64, 1024, 2048, False): GemmTile(64, 32, 128, 4, 4, 4),  # Qwen3-0.6B
         (64, 1024, 3072, False): GemmTile(64, 32, 128, 4, 4, 4),
+        (128, 4096, 1024, False): GemmTile(64, 64, 128, 4, 4, 1),
+        (128, 1024, 2048, False): GemmTile(64, 64, 128, 4, 4, 4),
+        (128, 3072, 1024, True): GemmTile(128, 32, 128, 4, 4, 1),
+        (128, 1024, 3072, False): GemmTile(64, 64, 128, 4, 4, 4),
     }
 )
 """(most rows, N, K, gated) -> tile for numbers of two bytes. *split* counts only where partial sums are wanted."""
 
-GEMM_ROWS = (16, 32, 64)
+GEMM_ROWS = (16, 32, 64, 128)
 """Numbers of rows up to which tiles can be told apart."""
+NARROW = 1 << 23
+"""Weights of at most so many numbers are read faster than kernels follow each other."""
 
 ATTEND: Sequence[tuple[int, AttendTile]] = (
     (8, AttendTile(32, 32, 4, 2, 32)),
@@ -132,11 +135,11 @@ def gemv_tile(n: int, k: int, gated: bool) -> GemvTile:
 
 
 def gemm_tile(rows: int, n: int, k: int, gated: bool, *, partial: bool) -> GemmTile:
-    """The tile of a product with 2 to 64 rows. *partial*: the columns may be split, because whoever reads the result
+    """The tile of a product with 2 to 128 rows. *partial*: the columns may be split, because whoever reads the result
     adds up the parts. Wide models keep 64 columns a program, narrow ones 32, so that there are programs for all.
     """
     for most in GEMM_ROWS:
-        if rows <= most and (most, n, k, gated) in GEMM:
+        if rows <= most and (rows <= 64) == (most <= 64) and (most, n, k, gated) in GEMM:
             known = GEMM[most, n, k, gated]
             return known if partial else evolve(known, split=1)
     few = rows <= 32
