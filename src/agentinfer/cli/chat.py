@@ -23,6 +23,8 @@ Message = dict[str, str]
 
 def run(args: argparse.Namespace) -> int:
     """Answer until the questions end. 0, or 1 if an answer failed. Raises Usage if the model can not chat."""
+    if args.model is None:
+        raise Usage("chat: give a MODEL, or --url (see --help)")
     params = params_of(args)
     opening: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
     with opened(args) as engine:

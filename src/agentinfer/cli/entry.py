@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     match args.command:
         case "generate":
             from agentinfer.cli import generate as command
+        case "chat" if args.url is not None:
+            from agentinfer.cli import chat_url as command
         case "chat":
             from agentinfer.cli import chat as command
         case "serve":
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             from agentinfer.cli import plan as command
         case "env":
             from agentinfer.cli import env as command
+        case "bench" if args.bench == "serve":
+            from agentinfer.cli import bench_serve as command
         case "bench":
             from agentinfer.cli import bench as command
         case "replay":

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import agentinfer
 from agentinfer.cli.flags_form import form_flags
-from agentinfer.cli.flags_serve import serve_flags
+from agentinfer.cli.flags_serve import bench_serve_flags, serve_flags
 from agentinfer.cli.usage import Usage, line
 from agentinfer.cli.values import counts, integer, number, span, token_ids
 
@@ -56,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print JSON only: one object a prompt, in their order")
 
     chat = command("chat", "Talk with a model that has a chat template.", epilog=_CHAT)
-    chat.add_argument("model", metavar="MODEL", help=MODEL)
+    chat.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; with --url, what the server calls it")
+    chat.add_argument("--url", metavar="URL", help="talk with the model of a server that has OpenAI's API")
     chat.add_argument("--system", metavar="TEXT", help="what the system message says")
     _sampling(chat)
     _engine(chat)
@@ -289,6 +290,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+_BENCH_SERVE = (
+    "A key may be in the environment: AGENTINFER_API_KEY or OPENAI_API_KEY. Exit status 1 if a request failed. Times: "
+    "to the first token (TTFT), a token after that (TPOT), between two events of a stream (ITL)."
+)
 _BENCH = (
     "--max-num-seqs is raised to the largest batch. With --json or --output: one object with device, driver, versions, "
     "settings, every step's time, peaks of memory and samples of utilisation."
@@ -340,6 +345,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _watched(mixed)
 
     kind("startup", "From a new process to its first token.", 1)
+
+    says = "Load on a server with OpenAI's API, whoever wrote it: times as a client sees them."
+    bench_serve_flags(kinds.add_parser("serve", help=says, description=says, allow_abbrev=False, epilog=_BENCH_SERVE))
 
 
 def _watched(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentinfer.cli.values import integer, number
+from agentinfer.cli.values import integer, number, span
 
 PARSERS = ("auto", "none", "hermes", "qwen3", "deepseek_v3", "deepseek_r1")
 
@@ -112,3 +112,41 @@ def _life(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="seconds for those to finish that have begun when SIGTERM comes (default: 30)",
     )
+
+
+def bench_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Which server, and what is asked of it."""
+    parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("--model", metavar="NAME", help="what the server calls its model (default: it is asked)")
+    parser.add_argument("--requests", metavar="N", type=integer(1), default=256, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--warmup", metavar="N", type=integer(0), default=0, help="requests before, not counted (default: 0)"
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="R",
+        type=number(0, 1e6, above=True),
+        help="requests a second (default: as --concurrency lets)",
+    )
+    parser.add_argument(
+        "--arrivals", choices=("poisson", "fixed"), default="poisson", help="of --rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", metavar="N", type=integer(1), default=256, help="requests at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lengths", choices=("uniform", "sharegpt"), default="uniform",
+        help="sharegpt: about those of its conversations (default: the two ranges below)",
+    )  # fmt: skip
+    parser.add_argument("--prompt-tokens", metavar="A-B", type=span, default=(100, 1024), help="default: 100-1024")
+    parser.add_argument("--output-tokens", metavar="A-B", type=span, default=(100, 1024), help="default: 100-1024")
+    parser.add_argument(
+        "--token-ids", metavar="A-B", type=span, default=(1000, 30000), help="ids in prompts (default: 1000-30000)"
+    )
+    parser.add_argument("--temperature", metavar="T", type=number(0, 1e6), default=0.0, help="default: 0")
+    parser.add_argument("--seed", metavar="S", type=integer(0), default=0, help="of lengths, ids, times (default: 0)")
+    parser.add_argument(
+        "--processes", metavar="N", type=integer(1), default=1, help="share the clients among N (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the JSON object to FILE, too")
