@@ -99,7 +99,7 @@ def edit_rows(logits_SV: Tensor, places_3P: Tensor, tables: EditTables) -> Tenso
     logits = logits_SV.index_select(0, source).to(torch.float32)
     at = (biased >= 0).nonzero().squeeze(-1)
     if len(at):
-        logits.index_add_(0, at, tables.bias.index_select(0, biased[at]))
+        logits.index_copy_(0, at, logits.index_select(0, at) + tables.bias.index_select(0, biased[at]))
     at = (penalised >= 0).nonzero().squeeze(-1)
     if len(at):
         x, counts = logits.index_select(0, at), tables.counts.index_select(0, penalised[at])

@@ -1,0 +1,124 @@
+"""Sampling on a GPU: draws against the exact distribution, and edited logits in an engine with captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+import draws
+from agentinfer.build import Settings
+from agentinfer.loop import Engine, generate, open_engine
+from agentinfer.ops import edit
+from agentinfer.ops.kernels.edit import edit_rows
+from agentinfer.ops.sample import words
+from agentinfer.state.request import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NAMES = list(draws.CASES)
+Folder = Callable[[str, str], Path]
+
+
+def sampled(logits: Tensor, asked: Any) -> Tensor:
+    """The tokens of one step."""
+    from agentinfer.ops.kernels.sample import sample_tokens
+
+    count = len(logits)
+    tokens, ok = torch.zeros((2, count), dtype=torch.int64, device="cuda")
+    params, index = torch.from_numpy(words(asked)).cuda(), torch.from_numpy(asked.index).cuda()
+    sample_tokens(logits, params, index, tokens, ok)
+    return torch.where(ok > 0, tokens, -1)
+
+
+def logits_of(name: str, count: int) -> Tensor:
+    """*count* rows of a case, after its edits, by the kernel."""
+    row = NAMES.index(name) + 1 if name.startswith("edited") else -1
+    places = torch.tensor([[0] * count, [row] * count, [row] * count], dtype=torch.int32, device="cuda")
+    raw = torch.from_numpy(draws.LOGITS)[None].cuda()
+    return edit_rows(raw, places, draws.tables_of(torch.device("cuda")))
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_have_the_exact_distribution(name: str, batch: int) -> None:
+    """100,000 draws of each filter, alone and together, in steps of one sample and of 64."""
+    params, total = draws.CASES[name], 100_000 // batch * batch
+    counts = torch.zeros(len(draws.LOGITS), dtype=torch.int64, device="cuda")
+    for first in range(0, total, batch):
+        numbers = np.arange(first, first + batch)
+        many = numbers % 2 == 0
+        asked = draws.columns(params, np.where(many, numbers, 7), np.where(many, 0, numbers).astype(np.int32))
+        counts += torch.bincount(sampled(logits_of(name, batch), asked), minlength=len(counts))
+    draws.check(counts.cpu().numpy(), draws.exact(draws.edited(params), params), name)
+
+
+@pytest.mark.parametrize("vocab", [151_936, 5_001])
+def test_edited_rows_are_those_of_the_reference(vocab: int) -> None:
+    """Bias and penalties of 64 of 256 rows, in one pass."""
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    logits = 4 * torch.randn((256, vocab), generator=draw, device="cuda")
+    tables = edit.EditTables(
+        torch.randn((65, vocab), generator=draw, device="cuda"),
+        torch.randint(0, 9, (65, vocab), generator=draw, device="cuda", dtype=torch.int32),
+        torch.tensor([[0.5, 0.25, 1.3]], device="cuda").repeat(65, 1),
+    )
+    tables.bias[:, ::3] = float("-inf")
+    rows = torch.randperm(256, generator=draw, device="cuda")[:64].to(torch.int32)
+    ours = torch.arange(1, 65, device="cuda", dtype=torch.int32)
+    places = torch.stack((rows, torch.where(ours % 3 > 0, ours, -1), torch.where(ours % 2 > 0, ours, -1)))
+    got, want = edit_rows(logits, places, tables), edit.edit_rows(logits, places, tables)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def steps_up(tokens: Any, logits: Tensor) -> Tensor:
+    """Tokens above the last one are likelier."""
+    return logits + (torch.arange(len(logits), device=logits.device) > tokens[-1]) * 3.0
+
+
+def opened(folder: Path, **changes: Any) -> Engine:
+    base = Settings(
+        device="cuda", num_blocks=600, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=1024, seed=0
+    )
+    return open_engine(folder, evolve(base, **changes), processors={"steps_up": steps_up})
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7, "top_p": 0.9},
+    {"logit_bias": {5: 3.0, 7: -100}, "min_tokens": 4},
+    {"allowed_token_ids": list(range(50)), "bad_words": [[3, 5], [5, 5], [8]], "top_k": 20},
+    {"logits_processors": "steps_up", "repetition_penalty": 1.2},
+)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_edits_in_graphs_and_without_are_the_same(tiny_folder: Folder, *, overlap: bool) -> None:
+    """24 rows of every kind: captured and eager, together and each alone, in few blocks."""
+    folder = tiny_folder("qwen3", "float32")
+    prompts = [[(7 * i + j) % 1000 for j in range(3 + 5 * (i % 7))] for i in range(24)]
+    params = [SamplingParams(max_tokens=30, seed=i, ignore_eos=True, **ASKED[i % 6]) for i in range(24)]
+    engine = opened(folder, overlap=overlap)
+    together = [r.output_ids for r in generate(engine, prompts, params, progress=False)]
+    for other in (opened(folder, overlap=overlap, eager=True), opened(folder, overlap=overlap, num_blocks=30)):
+        assert [r.output_ids for r in generate(other, prompts, params, progress=False)] == together
+    for i in range(12):
+        (alone,) = generate(engine, [prompts[i]], params[i], progress=False)
+        assert alone.output_ids == together[i]
+
+
+def test_rows_that_ask_for_nothing_pay_nothing(tiny_folder: Folder) -> None:
+    """A request with penalties makes tables; before it there are none, and other rows' tokens are the same."""
+    engine = opened(tiny_folder("qwen3", "float32"))
+    plain = [SamplingParams(max_tokens=20, seed=i) for i in range(4)]
+    before = [r.output_ids for r in generate(engine, [[1, 2]] * 4, plain, progress=False)]
+    assert engine.world.device.edits.counts.numel() == 0
+    engine.add(Request((5, 6), SamplingParams(max_tokens=60, seed=9, presence_penalty=1.0)))
+    assert [r.output_ids for r in generate(engine, [[1, 2]] * 4, plain, progress=False)] == before
+    assert engine.world.device.edits.counts.numel() > 0
