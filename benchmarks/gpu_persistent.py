@@ -1,11 +1,12 @@
 """Decode steps of one row on a GPU: the persistent kernel's graph against Triton's, sampling included in both.
 
 python benchmarks/gpu_persistent.py [--json FILE] [--models Qwen3-0.6B Qwen3-8B] [--contexts 128 1024 4096]
-    [--seconds 100] [--slots 24576 32768]
+    [--seconds 100] [--changes SLOT=16384 FIRST=0,SLOT=32768 TICKS=1]
 
 Dummy weights, bfloat16, blocks of 16. A row is the step of one context replayed over and over: milliseconds, the median
-of 7 sets of 20 replays, and the time that weights and KV take at the best bandwidth. --slots also times the kernel with
-slots of these sizes. What was measured is printed and written as it comes; a variant that fails says so.
+of 7 sets of 20 replays, and the time that weights and KV take at the best bandwidth. --changes also times the kernel
+with these macros; with TICKS=1 it says where the time goes. What was measured is printed and written as it comes; a
+variant that fails says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from agentinfer.build import new_device
 from agentinfer.models.model import dummy_model, kv_layout
 from agentinfer.ops.choose import choose
 from agentinfer.ops.comm import alone
-from agentinfer.ops.persistent import RowKernel, persistent_ops, where_late
+from agentinfer.ops.persistent import Program, RowKernel, persistent_ops, where_late
 from agentinfer.ops.provide import Ops
 from agentinfer.state.limits import Limits
 from agentinfer.state.policy import POLICIES
@@ -72,6 +73,10 @@ def captured(m: Machine, ops: Ops, layouts: Any) -> Any:
     return made[1], device
 
 
+def programs_of(ops: Ops) -> list[Program]:
+    return list(ops.row_step.programs.values()) if isinstance(ops.row_step, RowKernel) else []
+
+
 def timed(graph: Any, context: int) -> tuple[float, list[float]]:
     """(median, sets) of the step whose row has *context* keys."""
     block = graph.block
@@ -92,16 +97,36 @@ def timed(graph: Any, context: int) -> tuple[float, list[float]]:
     return statistics.median(found[1:]), found[1:]
 
 
-def variants(m: Machine, slots: list[int]) -> dict[str, Ops]:
+def variants(m: Machine, changes: list[str]) -> dict[str, Ops]:
     made = {"triton": m.ops, "persistent": persistent_ops(m.ops, CUDA)}
-    return made | {f"persistent, slots of {slot}": persistent_ops(m.ops, CUDA, slot=slot) for slot in slots}
+    for some in changes:
+        macros = {name: int(value) for name, value in (x.split("=") for x in some.split(","))}
+        made[f"persistent, {some}"] = persistent_ops(m.ops, CUDA, changes=macros)
+    return made
+
+
+PHASES = (
+    "wait for x", "qkv", "wait for q", "see keys, send parts", "(parts sent)", "gather parts", "wait for heads", "o",
+    "wait for out", "gate and up", "wait for act", "down",
+)  # fmt: skip
+
+
+def phases(ticks: torch.Tensor) -> dict[str, Any]:
+    """Cycles between ticks, mean over layers but the first and the last and over blocks that attend; and at most of any
+    block on average.
+    """
+    t = ticks[ticks[:, 0, 3] > 0].double()
+    steps = torch.cat((t[:, 1:-1, 1:] - t[:, 1:-1, :-1], (t[:, 2:, 0] - t[:, 1:-1, 11])[..., None]), dim=-1).mean(1)
+    mean, most = steps.mean(0).tolist(), steps.max(0).values.tolist()
+    both = zip(PHASES, mean, most, strict=True)
+    return {**{name: (round(a), round(b)) for name, a, b in both}, "layer": round(sum(mean))}
 
 
 def measure(name: str, args: argparse.Namespace, end: float, rows: list[dict[str, Any]]) -> None:
     m, layouts = machine_of(name, max(args.contexts) + 64)
     print(f"{name}: weights after {time.monotonic() - args.begin:.1f} s", flush=True)
     best: dict[int, torch.Tensor] = {}
-    for variant, ops in variants(m, args.slots).items():
+    for variant, ops in variants(m, args.changes).items():
         if time.monotonic() > end:
             print(f"{name}, {variant}: no time left", flush=True)
             continue
@@ -119,11 +144,12 @@ def measure(name: str, args: argparse.Namespace, end: float, rows: list[dict[str
                     "floor_ms": round(floor, 4), "share": round(floor / ms, 3), "sets": sets,
                     "capture_s": round(took, 2), "to_triton": round(error, 5), "ok": graph.chosen[1].tolist(),
                 }  # fmt: skip
+                for program in programs_of(ops):
+                    if len(program.mailbox.ticks):
+                        row["phases"] = phases(program.mailbox.ticks)
                 rows.append(row)
                 print(row, flush=True)
-            if isinstance(ops.row_step, RowKernel):
-                print(*(where_late(p.mailbox) for p in ops.row_step.programs.values()), flush=True)
-                ops.row_step.programs.clear()
+            print(*(where_late(program.mailbox) for program in programs_of(ops)), flush=True)
             del graph, device
         except Exception:  # noqa: BLE001 - the other variants are still to be measured
             traceback.print_exc()
@@ -134,7 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", default=["Qwen3-0.6B", "Qwen3-8B"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 256, 1024, 4096])
-    parser.add_argument("--slots", nargs="*", type=int, default=[])
+    parser.add_argument("--changes", nargs="*", default=["FIRST=0", "SLOT=49152", "TICKS=1"])
     parser.add_argument("--seconds", type=float, default=100.0)
     args = parser.parse_args()
     args.begin = time.monotonic()

@@ -165,6 +165,7 @@ inline ulonglong2 load_packets(const unsigned long long* p) {
 }
 inline unsigned count_release(unsigned* p) { return (*p)++; }
 inline void raise_to(unsigned* p, unsigned v) { *p = *p < v ? v : *p; }
+inline unsigned long long cycles() { return passes; }
 inline unsigned long long nanoseconds() { return passes; }
 
 // --- the grid --------------------------------------------------------------------------------------------------------

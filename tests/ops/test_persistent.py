@@ -28,9 +28,9 @@ class Emulated:
     mailbox: persistent.Mailbox
 
 
-def emulate(x: Case, folder: Path, *, grid: int, slot: int = 8192, shared: int = 98304) -> Emulated:
+def emulate(x: Case, folder: Path, *, grid: int, slot: int = 8192, shared: int = 98304, **changes: int) -> Emulated:
     """The kernel for *x* on so many multiprocessors."""
-    values = persistent.macros(x.weights, dense.local_heads(x.config, 1), grid, shared, slot)
+    values = persistent.macros(x.weights, dense.local_heads(x.config, 1), grid, shared, {"SLOT": slot, **changes})
     library = emulated.build(folder, values)
     mailbox = persistent.new_mailbox(values, CPU)
     assert library.num_boxes() == len(mailbox.boxes)
@@ -76,7 +76,8 @@ WIDE = {
 def test_wide_models(tmp_path: Path, shape: str) -> None:
     """Rows that several warps share, heads that do, and more splits than warps."""
     x = case(tmp_path, CPU, 64, num_hidden_layers=1, vocab_size=300, **WIDE[shape])
-    check(x, stepped(emulate(x, tmp_path, grid=20, slot=16384, shared=131072), 5, 700), 5, 700)
+    for changes in ({}, {"FIRST": 0, "TICKS": 1}):
+        check(x, stepped(emulate(x, tmp_path, grid=20, slot=16384, shared=131072, **changes), 5, 700), 5, 700)
 
 
 @needs_compiler

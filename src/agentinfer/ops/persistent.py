@@ -53,6 +53,8 @@ class Mailbox:
     """[packets] int64."""
     control: Tensor
     """[4] int32: number of the step, blocks that are done with it, where a wait first took too long, unused."""
+    ticks: Tensor
+    """[blocks, layers, 12] int64: with TICKS, the cycle at which each phase of a layer began; else nothing."""
 
 
 @frozen(eq=False)
@@ -94,16 +96,17 @@ def unfit(w: Any, heads: HeadShape, windows: Sequence[int | None], ranks: int, g
     return None
 
 
-def macros(w: Any, heads: HeadShape, grid: int, shared: int = SHARED_BYTES, slot: int | None = None) -> dict[str, int]:
+def macros(
+    w: Any, heads: HeadShape, grid: int, shared: int = SHARED_BYTES, changes: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
     """What the kernel is compiled for on *grid* multiprocessors, with *shared* bytes of shared memory a block.
 
-    *slot*: bytes of a slot of the ring, a multiple of 512; None: 32 KB, or the longest row where two do not fit that.
+    A slot of the ring has 32 KB, or the longest row where two do not fit that. *changes*: to measure others.
     """
     hidden, inter, rows = widths_of(w, heads)
     qkv = rows + 2 * heads.num_kv_heads * heads.head_dim
     longest = 2 * max(hidden, inter, rows)
-    if slot is None:
-        slot = -(-longest // 512) * 512 if longest > 16384 else 32768
+    slot = -(-longest // 512) * 512 if longest > 16384 else 32768
 
     def most(n: int) -> int:
         return 2 * -(-n // (2 * grid))
@@ -117,6 +120,7 @@ def macros(w: Any, heads: HeadShape, grid: int, shared: int = SHARED_BYTES, slot
         "HIDDEN": hidden, "INTER": inter, "HEADS": heads.num_heads, "KV_HEADS": heads.num_kv_heads,
         "DIM": heads.head_dim, "VOCAB": len(w.head), "LAYERS": len(w.layers), "GRID": grid,
         "SPLITS": grid // heads.num_kv_heads, "SLOT": slot, "PARTS": parts, "SHARED": shared,
+        "FIRST": 1, "TICKS": 0, **changes,
     }  # fmt: skip
 
 
@@ -130,25 +134,14 @@ def num_boxes(m: Mapping[str, int]) -> int:
 @cache
 def params_type(layers: int) -> type[ctypes.Structure]:
     """`Params` of the kernel, for so many layers."""
-    pointers = (
-        "embed",
-        "norm",
-        "head",
-        "cos_sin",
-        "ids",
-        "slots",
-        "rows",
-        "context",
-        "table",
-        "logits",
-        "boxes",
-        "control",
-    )
+    words = (
+        "embed", "norm", "head", "cos_sin", "ids", "slots", "rows", "context", "table", "logits", "boxes", "control",
+        "ticks", "limit_ns",
+    )  # fmt: skip
 
     class Params(ctypes.Structure):
         _fields_ = (
-            *((name, ctypes.c_uint64) for name in pointers),
-            ("limit_ns", ctypes.c_uint64),
+            *((name, ctypes.c_uint64) for name in words),
             ("columns", ctypes.c_int64),
             ("block", ctypes.c_int64),
             ("eps", ctypes.c_float),
@@ -167,6 +160,7 @@ def new_params(w: Any, mailbox: Mailbox, eps: float, scale: float, limit_ns: int
     for name in ("embed", "norm", "head", "cos_sin"):
         setattr(params, name, getattr(w, name).data_ptr())
     params.boxes, params.control = mailbox.boxes.data_ptr(), mailbox.control.data_ptr()
+    params.ticks = mailbox.ticks.data_ptr()
     params.limit_ns, params.eps, params.scale, params.lose = limit_ns, eps, scale, lose
     each = len(WEIGHTS) + 2
     for i, layer in enumerate(w.layers):
@@ -240,16 +234,18 @@ def loaded(code: bytes) -> Any:
 def new_mailbox(values: Mapping[str, int], device: torch.device) -> Mailbox:
     """An empty one."""
     boxes = torch.zeros(num_boxes(values), dtype=torch.int64, device=device)
-    return Mailbox(boxes, torch.zeros(4, dtype=torch.int32, device=device))
+    control = torch.zeros(4, dtype=torch.int32, device=device)
+    shape = (values["GRID"] * values["TICKS"], values["LAYERS"], 12)
+    return Mailbox(boxes, control, torch.zeros(shape, dtype=torch.int64, device=device))
 
 
 class RowKernel:
     """Ops.row_step by the persistent kernel. Mutable: remembers the programs that it has compiled."""
 
-    __slots__ = ("_grid", "_limit_ns", "_lose", "_slot", "programs")
+    __slots__ = ("_changes", "_grid", "_limit_ns", "_lose", "programs")
 
-    def __init__(self, grid: int, limit_ns: int = SECOND, lose: int = 0, slot: int | None = None) -> None:
-        self._grid, self._limit_ns, self._lose, self._slot = grid, limit_ns, lose, slot
+    def __init__(self, grid: int, limit_ns: int, lose: int, changes: Mapping[str, int]) -> None:
+        self._grid, self._limit_ns, self._lose, self._changes = grid, limit_ns, lose, changes
         self.programs: dict[int, Program] = {}
 
     def __call__(
@@ -262,7 +258,7 @@ class RowKernel:
             problem = unfit(w, heads, windows, tp.size, self._grid)
             if problem is not None:
                 raise InvalidSetting("ops", f"persistent: {problem}")
-            program = self._program(w, macros(w, heads, self._grid, slot=self._slot), eps, scale)
+            program = self._program(w, macros(w, heads, self._grid, changes=self._changes), eps, scale)
             self.programs[id(w)] = program
         logits = torch.empty((1, program.macros["VOCAB"]), dtype=torch.float32, device=x.ids.device)
         fill(program.params, kv, x, logits)
@@ -296,12 +292,17 @@ def where_late(mailbox: Mailbox) -> str | None:
 
 
 def persistent_ops(
-    ops: Ops, device: torch.device, *, limit_ns: int = SECOND, lose: int = 0, slot: int | None = None
+    ops: Ops,
+    device: torch.device,
+    *,
+    limit_ns: int = SECOND,
+    lose: int = 0,
+    changes: Mapping[str, int] = MappingProxyType({}),
 ) -> Ops:
     """*ops*, with steps of one row done by the persistent kernel on all multiprocessors of *device*.
 
     *limit_ns*: how long a step may wait for its blocks. *lose*: which of PHASES loses a packet, to see what happens.
-    *slot*: as in `macros`.
+    *changes*: as in `macros`.
     """
     grid: int = cast(Any, torch.cuda).get_device_properties(device).multi_processor_count
-    return evolve(ops, name="persistent", row_step=RowKernel(grid, limit_ns, lose, slot))
+    return evolve(ops, name="persistent", row_step=RowKernel(grid, limit_ns, lose, changes))

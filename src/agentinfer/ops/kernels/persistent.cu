@@ -17,7 +17,8 @@
 //
 // Compiled for one model, whose sizes are macros: HIDDEN, INTER, HEADS, KV_HEADS, DIM (64 or 128), VOCAB, LAYERS, and
 // how it is cut up: GRID blocks, SPLITS of the keys of a KV head, slots of SLOT bytes, PARTS numbers of partial sums,
-// SHARED bytes of shared memory.
+// SHARED bytes of shared memory. FIRST: of a long vector the first piece is polled alone until it is there. TICKS: the
+// time of each phase is written down.
 // With EMULATED the includer brings threads and everything between the two marks below; see tests/emulation.
 
 typedef unsigned long long u64;
@@ -85,6 +86,7 @@ DEVICE u32 count_release(u32* p) {  // what was there before this one was added
 DEVICE void raise_to(u32* p, u32 v) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+DEVICE u64 cycles() { return clock64(); }
 DEVICE u64 nanoseconds() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -111,6 +113,7 @@ struct Params {
   float* logits;                   // [VOCAB]
   u64* boxes;                      // AT_SUMS + SPLITS * HEADS packets
   u32* control;                    // step, blocks that are done, LAST less where the first wait ended (0: none)
+  u64* ticks;                      // with TICKS: when each phase of a layer began, [GRID, LAYERS, 12]
   u64 limit_ns;                    // how long a step waits for tags
   i64 columns, block;              // tokens a block of the cache
   float eps, scale;
@@ -146,6 +149,9 @@ DEVICE float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(ALL, v, o);
   return v;
+}
+DEVICE void tick(const Params& P, int l, int i) {
+  if (TICKS && threadIdx.x == 0) P.ticks[(blockIdx.x * LAYERS + l) * 12 + i] = cycles();
 }
 DEVICE int first_of(int n, int block) { return (int)((i64)n * block / GRID); }
 
@@ -319,21 +325,29 @@ template <int K> DEVICE void load_sent(const u64* box, u32 tag, int phase, Wait&
   typedef Cut<K> C;
   const int tid = threadIdx.x, lane = tid % 32, at = tid / 32 % C::SHARE * 256 + lane * 8;
   if constexpr (C::SHARE == 8) {
-    ulonglong2 v[C::OWN * 2];
+    ulonglong2 v[C::OWN * 2] = {};
     const u64* p = box + tid / 32 * 128 + lane * 2;
-    poll(w, phase, [&] {  // the first piece alone until it is there: fewer loads in vain
-      v[0] = load_packets(p);
-      return is(v[0].x, tag);
-    });
+    if (FIRST) {
+      poll(w, phase, [&] {
+        v[0] = load_packets(p);
+        return is(v[0].x, tag);
+      });
+    }
+    u32 missing = 0;  // a bit a piece
+#pragma unroll
+    for (int j = 0; j < C::OWN * 2; j++) {
+      if (C::FULL || j / 2 * C::SHARE * 256 + at < K) missing |= 1u << j;
+    }
     poll(w, phase, [&] {
-      bool good = true;
 #pragma unroll
       for (int j = 0; j < C::OWN * 2; j++) {
-        if (!C::FULL && j / 2 * C::SHARE * 256 + at >= K) break;
-        v[j] = load_packets(p + j / 2 * (128 * C::SHARE) + j % 2 * 64);
-        good = good && is(v[j].x, tag) && is(v[j].y, tag);
+        if (missing >> j & 1) v[j] = load_packets(p + j / 2 * (128 * C::SHARE) + j % 2 * 64);
       }
-      return good;
+#pragma unroll
+      for (int j = 0; j < C::OWN * 2; j++) {
+        if (is(v[j].x, tag) && is(v[j].y, tag)) missing &= ~(1u << j);
+      }
+      return missing == 0;
     });
 #pragma unroll
     for (int j = 0; j < C::OWN * 2; j++) {
@@ -343,16 +357,22 @@ template <int K> DEVICE void load_sent(const u64* box, u32 tag, int phase, Wait&
     }
   } else {
     constexpr int PAIRS = K / 4, EACH = (PAIRS + THREADS - 1) / THREADS;
-    ulonglong2 v[EACH];
+    ulonglong2 v[EACH] = {};
+    u32 missing = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (PAIRS % THREADS == 0 || tid + i * THREADS < PAIRS) missing |= 1u << i;
+    }
     poll(w, phase, [&] {
-      bool good = true;
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
-        if (PAIRS % THREADS && tid + i * THREADS >= PAIRS) break;
-        v[i] = load_packets(box + (tid + i * THREADS) * 2);
-        good = good && is(v[i].x, tag) && is(v[i].y, tag);
+        if (missing >> i & 1) v[i] = load_packets(box + (tid + i * THREADS) * 2);
       }
-      return good;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        if (is(v[i].x, tag) && is(v[i].y, tag)) missing &= ~(1u << i);
+      }
+      return missing == 0;
     });
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -595,12 +615,13 @@ DEVICE void gather(const Params& P, Attention& a, int from, int to, u32 tag, boo
 }
 
 // Attention of this block's KV head over its share of the keys: old ones from the ring, the newest from this step.
-DEVICE void attend(const Params& P, const Layer& w, Ring& r, Attention& a, int head, int keys, bool newest,
+DEVICE void attend(const Params& P, int l, const Layer& w, Ring& r, Attention& a, int head, int keys, bool newest,
                    int position, u32 tag, bool lost, Wait& wt) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, octet = lane / 8, first = warp % TEAMS * HEADS_A_WARP;
   const int key_warp = warp / TEAMS;
   prepare(P, w, a, head, newest, position, tag, wt);
   consumers_sync();
+  tick(P, l, 3);
   float q[HEADS_A_WARP][MINE];
   Seen s;
 #pragma unroll
@@ -684,6 +705,7 @@ DEVICE void layer(const Params& P, int l, u32 tag, Ring& r, Shared& s, const Row
   const Layer& w = P.layers[l];
   const int t = threadIdx.x, own = (n.out_end - n.out) / 2, ffn = n.ffn_end - n.ffn;
   const bool mute = P.lose && l == 0 && blockIdx.x == GRID - 1 && t == 0;
+  tick(P, l, 0);
   {
     float x[Cut<HIDDEN>::NUMBERS], weight[Cut<HIDDEN>::NUMBERS];
     load_still<HIDDEN>(w.attn_norm, weight);
@@ -693,6 +715,7 @@ DEVICE void layer(const Params& P, int l, u32 tag, Ring& r, Shared& s, const Row
     } else {
       load_still<HIDDEN>(embedded, x);
     }
+    tick(P, l, 1);
     scale_in<HIDDEN>(x, weight, s.squares);
     multiply<HIDDEN>(r, x, n.qkv_end - n.qkv, s.sums[0]);
   }
@@ -704,18 +727,23 @@ DEVICE void layer(const Params& P, int l, u32 tag, Ring& r, Shared& s, const Row
     const float b = total<HIDDEN>(s.sums[0], 2 * t + 1) * root + bias_of(w.qkv_bias, row + 1);
     send(P.boxes + AT_QKV + row / 2, pair(a, b), tag, mute && P.lose == QKV_PHASE);
   }
+  tick(P, l, 2);
   if (keys.some) {
     const bool lost = P.lose == PART_PHASE && l == 0 && blockIdx.x == 0 && t == 0;
-    attend(P, w, r, s.attention, keys.head, keys.to - keys.from, keys.newest, position, tag, lost, wt);
+    attend(P, l, w, r, s.attention, keys.head, keys.to - keys.from, keys.newest, position, tag, lost, wt);
   }
+  tick(P, l, 4);
   gather(P, s.attention, first_of(HEADS * DIM / 2, blockIdx.x), first_of(HEADS * DIM / 2, blockIdx.x + 1), tag,
          mute && P.lose == HEADS_PHASE, wt);
+  tick(P, l, 5);
   {
     float x[Cut<HEADS * DIM>::NUMBERS];
     load_sent<HEADS * DIM>(P.boxes + AT_HEADS, tag, HEADS_PHASE, wt, s.vector, x);
+    tick(P, l, 6);
     multiply<HEADS * DIM>(r, x, 2 * own, s.sums[1]);
   }
   consumers_sync();
+  tick(P, l, 7);
   if (t < own) {
     add_rows<HEADS * DIM>(s.sums[1], w.o_bias, n.out, residual);
     send(P.boxes + AT_OUT + place<HIDDEN>(n.out / 2 + t), pair(residual[0], residual[1]), tag,
@@ -725,11 +753,13 @@ DEVICE void layer(const Params& P, int l, u32 tag, Ring& r, Shared& s, const Row
     float x[Cut<HIDDEN>::NUMBERS], weight[Cut<HIDDEN>::NUMBERS];
     load_still<HIDDEN>(w.ffn_norm, weight);
     load_sent<HIDDEN>(P.boxes + AT_OUT, tag, OUT_PHASE, wt, s.vector, x);
+    tick(P, l, 8);
     scale_in<HIDDEN>(x, weight, s.squares);
     multiply<HIDDEN>(r, x, ffn, s.sums[0]);
     multiply<HIDDEN>(r, x, ffn, s.sums[0] + ffn * Cut<HIDDEN>::SHARE);
   }
   consumers_sync();
+  tick(P, l, 9);
   if (t < ffn / 2) {
     const float root = reciprocal_root<HIDDEN>(s.squares, P.eps);
     float y[2];
@@ -745,9 +775,11 @@ DEVICE void layer(const Params& P, int l, u32 tag, Ring& r, Shared& s, const Row
   {
     float x[Cut<INTER>::NUMBERS];
     load_sent<INTER>(P.boxes + AT_ACT, tag, ACT_PHASE, wt, s.vector, x);
+    tick(P, l, 10);
     multiply<INTER>(r, x, 2 * own, s.sums[1]);
   }
   consumers_sync();
+  tick(P, l, 11);
   if (t < own) {
     add_rows<INTER>(s.sums[1], w.down_bias, n.out, residual);
     send(P.boxes + AT_DOWN + place<HIDDEN>(n.out / 2 + t), pair(residual[0], residual[1]), tag,
