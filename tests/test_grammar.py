@@ -109,8 +109,8 @@ def test_what_is_remembered_changes_nothing(fresh: Grammars, data: st.DataObject
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
 def test_every_token_counts_once(fresh: Grammars, text: Text, kind: dict[str, Any]) -> None:
-    """A token is allowed if the bytes so far, with its own, begin some output of that form. All such tokens are, but
-    where the text is given: there the tokenizer's own next token is the only one.
+    """A token is allowed exactly if the bytes so far, with its own, begin some output of that form, but that where the
+    text is given the tokenizer's own next token is the only one.
     """
     form, rng = asked(kind), random.Random(1)
     (end,) = text.end_ids

@@ -49,7 +49,7 @@ def test_outputs_have_the_form_of_the_flag(capsys: pytest.CaptureFixture[str], m
 
 
 def test_wrong_forms(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
-    """What the flags get wrong is wrong usage; what the grammar gets wrong refuses the prompt. Each in one line."""
+    """What the flags get wrong is wrong usage; what the grammar gets wrong refuses the prompt, in one line."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")
     for argv, status, says in (
