@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ from attrs import frozen
 from torch import Tensor
 
 import emulated
+from agentinfer.errors import InvalidSetting
 from agentinfer.models import dense
 from agentinfer.ops import persistent
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.comm import alone
 from gpu_shapes import SHAPES
 from row_steps import Case, case, check, inputs
 
@@ -95,3 +101,58 @@ def test_a_lost_packet_fails_its_step_and_no_other(tmp_path: Path) -> None:
         x.mailbox.control[2] = 0
         check(x.case, stepped(x, 3, 40, seed=phase), 3, 40)
         assert persistent.where_late(x.mailbox) is None
+
+
+def weights_of(hidden: int, inter: int, layers: int = 2, vocab: int = 1000) -> Any:
+    """Weights without memory, as far as their shapes matter."""
+    down = torch.empty(hidden, inter, device="meta")
+    table = torch.empty(vocab, hidden, device="meta")
+    return SimpleNamespace(embed=table, head=table, layers=[SimpleNamespace(down=down)] * layers)
+
+
+QWEN3_8B = (weights_of(4096, 12288, 36, 151936), HeadShape(32, 8, 128))
+QWEN3_06B = (weights_of(1024, 3072, 28, 151936), HeadShape(16, 8, 128))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inter", "heads", "windows", "ranks", "message"),
+    [
+        (4096, 12290, HeadShape(32, 8, 128), None, 1, "intermediate_size 12290 is no multiple of 8"),
+        (32, 128, HeadShape(4, 2, 64), None, 1, "hidden_size 32"),
+        (8192, 28672, HeadShape(64, 8, 128), None, 1, "intermediate_size 28672"),
+        (12288, 12288, HeadShape(96, 96, 128), None, 1, "96 heads of 128 are too many for 132 multiprocessors"),
+        (4096, 12288, HeadShape(32, 8, 128), 4096, 1, "no sliding windows yet"),
+        (4096, 12288, HeadShape(32, 8, 128), None, 2, "one rank only, not 2"),
+    ],
+)
+def test_models_without_a_program_are_refused(
+    hidden: int, inter: int, heads: HeadShape, windows: int | None, ranks: int, message: str
+) -> None:
+    """With the size that does not fit, and before anything is compiled."""
+    w = weights_of(hidden, inter)
+    assert message in (persistent.unfit(w, heads, [None, windows], ranks, 132) or "")
+    group = SimpleNamespace(size=ranks)
+    kernel = persistent.RowKernel(132, 1, 0, {})
+    with pytest.raises(InvalidSetting, match=f"ops: persistent: {message}"):
+        kernel(w, heads, [None, windows], 1e-6, 1.0, group, (), None)  # type: ignore[arg-type]
+
+
+def test_models_with_a_program() -> None:
+    """Slots hold whole rows; the keys are split over all multiprocessors."""
+    for (w, heads), slot, splits in ((QWEN3_8B, 24576, 16), (QWEN3_06B, 32768, 16)):
+        assert persistent.unfit(w, heads, [None], alone(CPU).tp.size, 132) is None
+        values = persistent.macros(w, heads, 132)
+        assert (values["SLOT"], values["SPLITS"]) == (slot, splits)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
+@pytest.mark.parametrize("model", [QWEN3_8B, QWEN3_06B])
+def test_it_compiles_for_hopper_into_registers(tmp_path: Path, model: tuple[Any, HeadShape]) -> None:
+    """Nothing spills at the shapes that were measured, and nothing is kept in local memory."""
+    (tmp_path / "persistent.cu").write_text(persistent.source())
+    macros = [f"-D{name}={value}" for name, value in persistent.macros(*model, 132).items()]
+    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "--use_fast_math", "-cubin", "-Xptxas", "-v", *macros]
+    done = subprocess.run(
+        [*command, "persistent.cu", "-o", "out.cubin"], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
