@@ -6,8 +6,9 @@ rounded to float32. The token of a row is argmax(z + gumbel) over the tokens tha
 maximum) / temperature in float32, ties to the lowest id. So a token depends on (logits, parameters, seed, output index)
 alone: not on the batch, the order of rows, chunks or preemption.
 
-Order of the filters: banned ids to -inf, temperature, top-k, top-p on the rest renormalised, min-p. Knows
-SamplingColumns; S samples, V vocabulary. Greedy rows never leave the device; the others are chosen on the host.
+Order: what is done to logits before (agentinfer.sampling, ops/edit.py), banned ids to -inf, temperature, top-k, top-p
+on the rest renormalised, min-p, the choice. Knows SamplingColumns; S samples, V vocabulary. Greedy rows never leave the
+device; the others are chosen on the host.
 
 **Source**: Salmon et al. 2011 (Philox); Gumbel 1954, Maddison et al. 2014 (the argmax).
 """
