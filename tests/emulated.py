@@ -12,7 +12,7 @@ from typing import Any
 import agentinfer
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
-SOURCES = Path(agentinfer.__file__).parent / "ops" / "kernels"
+SOURCES = Path(agentinfer.__file__).parent / "ops" / "kernels" / "persistent"
 EMULATION = Path(__file__).parent / "emulation"
 
 

@@ -117,6 +117,7 @@ inline void arrive(unsigned long long* b) {
   if (w->pending == 0) fault = "more arrivals than a barrier takes";
   w->pending--;
   settle(w);
+  if (dice() % 2) give_way();  // whoever reads a slot that it has given back reads what came after
 }
 inline void expect(unsigned long long* b, unsigned bytes) {
   ((Word*)b)->bytes += bytes;

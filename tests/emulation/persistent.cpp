@@ -2,8 +2,7 @@
 #include <algorithm>
 
 #include "emulate.hpp"
-// (included by name from where the sources are)
-#include "persistent.cu"
+#include "step.cu"
 
 static Params params;
 

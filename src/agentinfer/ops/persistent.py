@@ -1,4 +1,4 @@
-"""A whole decode step of one row in one kernel: `kernels/persistent.cu`, compiled for the model at hand by NVRTC.
+"""A whole decode step of one row in one kernel: `kernels/persistent`, compiled for the model at hand by NVRTC.
 
 Everything else (several rows, prefill, sampling) is Triton's. The launch is cooperative, because each multiprocessor
 must run a block at the same time; a graph can capture it. A step in which a block waits longer than a second for
@@ -181,9 +181,10 @@ def fill(params: Any, kv: Sequence[LayerKv], x: Inputs, logits_1V: Tensor) -> No
         params.layers[i * each + each - 1] = 0 if layer.v is None else layer.v.data_ptr()
 
 
-def source() -> str:
-    """The kernel's text."""
-    return files("agentinfer.ops").joinpath("kernels", "persistent.cu").read_text(encoding="utf-8")
+def sources() -> dict[str, str]:
+    """The kernel's files; `step.cu` includes the others."""
+    folder = files("agentinfer.ops").joinpath("kernels", "persistent")
+    return {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
 
 
 def _bindings(name: str) -> Any:
@@ -199,10 +200,13 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
     return rest[0] if rest else None
 
 
-def compiled(text: str, values: Mapping[str, int]) -> bytes:
+def compiled(texts: Mapping[str, str], values: Mapping[str, int]) -> bytes:
     """Machine code for compute capability 9.0. Raises RuntimeError with the compiler's words."""
     nvrtc = _bindings("nvrtc")
-    made = _checked("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(text.encode(), b"persistent.cu", 0, [], []))
+    names = [name.encode() for name in texts]
+    bodies = [text.encode() for text in texts.values()]
+    created = nvrtc.nvrtcCreateProgram(texts["step.cu"].encode(), b"step.cu", len(names), bodies, names)
+    made = _checked("nvrtcCreateProgram", created)
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--use_fast_math"]
     options += [f"-D{name}={value}".encode() for name, value in values.items()]
     (status,) = nvrtc.nvrtcCompileProgram(made, len(options), options)
@@ -210,7 +214,7 @@ def compiled(text: str, values: Mapping[str, int]) -> bytes:
         size = _checked("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(made))
         words = b" " * size
         _checked("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(made, words))
-        raise RuntimeError(f"persistent.cu does not compile: {words.decode(errors='replace')}")
+        raise RuntimeError(f"the persistent kernel does not compile: {words.decode(errors='replace')}")
     size = _checked("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(made))
     code = b" " * size
     _checked("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(made, code))
@@ -268,7 +272,7 @@ class RowKernel:
     def _program(self, w: Any, values: Mapping[str, int], eps: float, scale: float) -> Program:
         mailbox = new_mailbox(values, w.embed.device)
         params = new_params(w, mailbox, eps, scale, self._limit_ns, self._lose)
-        function = loaded(compiled(source(), values))
+        function = loaded(compiled(sources(), values))
         torch.cuda.synchronize(w.embed.device)  # the mailbox is empty, whatever stream a step comes on
         return Program(w, MappingProxyType(dict(values)), function, mailbox, params)
 
