@@ -50,7 +50,7 @@ _BOUNDARY = (
     Fault(
         name="input_before_the_tail",
         kind="off-by-one at a block boundary",
-        file="schedule.py",
+        file="layout.py",
         old="in_flight, early = behind < 1, behind > 1",
         new="in_flight, early = behind < 1, behind > 2",
         breaks="a one-position chunk at a prompt's last token but one, in a full block, feeds a stale token",
@@ -259,7 +259,7 @@ _OVERLAP = (
     Fault(
         name="stale_input",
         kind="stale row under overlap",
-        file="schedule.py",
+        file="layout.py",
         old="in_flight, early = behind < 1, behind > 1",
         new="in_flight, early = behind < 0, behind > 1",
         breaks="a row whose token is still in flight is fed what its tail happens to hold",
@@ -278,7 +278,7 @@ _SLOTS = (
     Fault(
         name="tail_block_of_the_first",
         kind="wrong slot",
-        file="schedule.py",
+        file="layout.py",
         old="run.blocks[(first + n - 1) // size]",
         new="run.blocks[first // size]",
         breaks="after a chunk over several blocks the next position is written into the chunk's first block",
@@ -286,7 +286,7 @@ _SLOTS = (
     Fault(
         name="slots_from_the_front",
         kind="wrong slot",
-        file="schedule.py",
+        file="layout.py",
         old="slots[end - n : end] = blocks[position // size] * size + position % size",
         new="slots[end - n : end] = blocks[(position - first + first % size) // size] * size + position % size",
         breaks="a second chunk, or what follows a prefix hit, overwrites the sequence's first blocks",
@@ -614,8 +614,8 @@ _EVICTION = (
         name="resumed_without_cache",
         kind="wasted work",
         file="admit.py",
-        old="    if limits.prefix_cache:\n        above = ROOT",
-        new="    if limits.prefix_cache and waiting.cached < 0:\n        above = ROOT",
+        old="    if limits.prefix_cache and waiting.request.params.prompt_logprobs is None:",
+        new="    if limits.prefix_cache and waiting.request.params.prompt_logprobs is None and waiting.cached < 0:",
         breaks="a preempted sequence computes again what the cache still holds of it",
     ),
     Fault(
@@ -921,6 +921,49 @@ _DRAFTS = (
     ),
 )
 
+_EDITS = (
+    Fault(
+        name="edits_of_the_step_before",
+        kind="logits edited for the wrong row, or from the wrong tokens",
+        file="schedule.py",
+        old="edits=before.edits if before is not None and steady else _edits(draft, sampled)",
+        new="edits=before.edits if before is not None and steady else ()",
+        breaks="penalties, bias and masks are forgotten whenever somebody comes or goes",
+    ),
+    Fault(
+        name="edits_by_age",
+        kind="logits edited for the wrong row, or from the wrong tokens",
+        file="schedule.py",
+        old="return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)",
+        new="return tuple(Edit(i, Row(i + 1), run.seq, run.request) for i, run in runs)",
+        breaks="the counts of another row are used once rows are not in the order of the samples",
+    ),
+    Fault(
+        name="told_its_prompt",
+        kind="logits edited for the wrong row, or from the wrong tokens",
+        file="schedule.py",
+        old="draft.told.append(Told(row, waiting.request, tokens))",
+        new="draft.told.append(Told(row, waiting.request, waiting.request.prompt))",
+        breaks="a preempted or forked sequence has its output counted anew from nothing",
+    ),
+    Fault(
+        name="told_once_only",
+        kind="logits edited for the wrong row, or from the wrong tokens",
+        file="schedule.py",
+        old="tables=full_tables(state), told=all_told(state))",
+        new="tables=full_tables(state))",
+        breaks="after a step that failed, the others' counts are what that step made of them",
+    ),
+    Fault(
+        name="drafts_where_logits_are_edited",
+        kind="logits edited for the wrong row, or from the wrong tokens",
+        file="speculate.py",
+        old="(at == cols.known[row]) & (cols.edits[row] == 0)",
+        new="at == cols.known[row]",
+        breaks="what follows a draft is chosen by penalties that do not know it",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_BOUNDARY,
     *_REFERENCES,
@@ -934,4 +977,5 @@ FAULTS: tuple[Fault, ...] = (
     *_FORK,
     *_TIME,
     *_DRAFTS,
+    *_EDITS,
 )
