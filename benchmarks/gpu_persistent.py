@@ -106,8 +106,8 @@ def variants(m: Machine, changes: list[str]) -> dict[str, Ops]:
 
 
 PHASES = (
-    "wait for x", "qkv", "wait for q", "see keys, send parts", "(parts sent)", "gather parts", "wait for heads", "o",
-    "wait for out", "gate and up", "wait for act", "down",
+    "wait for x", "qkv", "wait for q", "see keys, send parts", "gather parts", "wait for heads", "o", "wait for out",
+    "gate and up", "wait for act", "down", "send x",
 )  # fmt: skip
 
 
