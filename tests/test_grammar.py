@@ -321,6 +321,8 @@ def test_requests(fresh: Grammars, text: Text) -> None:
     assert ids(mask_of(fresh, SeqId(0), asks, (1, 2, a))) == ids(allowed(fresh, 9, asked({"regex": "a+|b"}), (a,)))
     with pytest.raises(GrammarFailed, match="complete after 1 tokens, and min_tokens is 3"):
         mask_of(fresh, SeqId(0), asks, (1, 2, a + 1))
+    (end,) = text.end_ids
+    assert ids(mask_of(fresh, SeqId(0), evolve(asks, params=evolve(asks.params, min_tokens=1)), (1, 2, a + 1))) == [end]
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex"):
         check_form(fresh, Request((1,), SamplingParams(structured_outputs=asked({"regex": "("}))))
 
@@ -336,6 +338,22 @@ def test_few_are_remembered(fresh: Grammars) -> None:
     compile_grammar(g, asked({"regex": "b"}))
     assert forms[0] in g.compiled
     assert forms[1] not in g.compiled
+
+
+def test_the_sequences_of_the_last_step_are_remembered(fresh: Grammars) -> None:
+    """Of more sequences than can run at once, those whose mask was asked for last are remembered."""
+    g = forgetful(fresh, limits=evolve(fresh.limits, max_num_seqs=2))
+    for seq in (1, 2, 3, 2, 4):
+        allowed(g, seq, asked({"regex": "a"}), ())
+    assert list(g.walks) == [2, 4]
+
+
+def test_choices_are_texts(fresh: Grammars, text: Text) -> None:
+    """Choices may hold quotes, backslashes, line ends, slashes and any character: they mean themselves."""
+    for words in ('a "b"', "a\\nb", "a\nb\t/", "\u00fc\U0001f600", "/a|b/", "$(a)", "\x00\x7f"):
+        output = walk(forgetful(fresh), asked({"choice": [words]}), random.Random(0))
+        assert output is not None
+        assert decode(text, output) == words
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ tensors, steps or the engine's state.
 
 from __future__ import annotations
 
-import json
+import re
 import resource
 import subprocess
 import sys
@@ -245,9 +245,13 @@ def written(asked: StructuredOutputsParams) -> tuple[str, str]:
     if asked.regex is not None:
         return f"{FIELD}.regex", LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
-        return f"{FIELD}.choice", LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")
+        return f"{FIELD}.choice", LLMatcher.grammar_from_regex("|".join(map(_literally, asked.choice)))
     return f"{FIELD}.grammar", LLMatcher.grammar_from_lark(asked.grammar or "")
+
+
+def _literally(words: str) -> str:
+    """A regular expression of *words* themselves."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", words)
 
 
 def _matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
