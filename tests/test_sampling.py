@@ -277,6 +277,38 @@ def test_what_a_graph_chose_is_chosen_again_where_logits_are_edited(
     assert max(replayed) == 8
 
 
+@pytest.mark.parametrize("bad", [{"logit_bias": {96: 1}}, {"stop_token_ids": [96]}, {"allowed_token_ids": [1, 96]}])
+def test_ids_that_no_logit_has_harm_nobody(folder: Path, answers: list[tuple[int, ...]], bad: dict[str, Any]) -> None:
+    """SMP-09: refused alone, naming field and id; the tokens of its neighbours are those without it."""
+    engine = opened(folder)
+    wrong = SamplingParams(max_tokens=3, min_tokens=1, **bad)
+    results = generate(engine, [PROMPTS[0], [1], PROMPTS[1]], [params(0), wrong, params(1)])
+    assert results[1].finish_reason == "rejected"
+    assert str(results[1].error).startswith(f"{next(iter(bad))}: token id 96 ")
+    assert [results[0].output_ids, results[2].output_ids] == answers[:2]
+
+
+def test_every_end_token_ends_and_only_those_asked_for(tmp_path: Path) -> None:
+    """SMP-11: forced by a bias of 100, each end token of the checkpoint ends the output unless ends are ignored; a stop
+    token of the request ends it all the same.
+    """
+    folder = write_tiny(tmp_path, eos_token_id=[90, 91])
+    engine = opened(folder)
+
+    def said(token: int, **more: Any) -> tuple[tuple[int, ...], str, object]:
+        asked = SamplingParams(max_tokens=3, temperature=0.0, logit_bias={token: 100}, **more)
+        (result,) = generate(engine, [[1, 2, 3]], asked)
+        return result.output_ids, result.finish_reason, result.stop_reason
+
+    assert said(90) == ((90,), "stop", 90)
+    assert said(91) == ((91,), "stop", 91)
+    assert said(91, ignore_eos=True) == ((91,) * 3, "length", None)
+    assert said(93, ignore_eos=True, stop_token_ids=[93]) == ((93,), "stop", 93)
+    ids, reason, why = said(90, min_tokens=2)
+    assert (len(ids), ids[2], reason, why) == (3, 90, "stop", 90)
+    assert 90 not in ids[:2]
+
+
 # --- rows that need the host ----------------------------------------------------------------------------------------
 
 

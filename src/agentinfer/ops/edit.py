@@ -7,6 +7,7 @@ N rows of a table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from agentinfer.ops.inputs import put
 from agentinfer.ops.kv import Donated
-from agentinfer.state.ids import I32
+from agentinfer.state.ids import F32, I32, I64
 from agentinfer.state.plan import Told
 from agentinfer.state.request import SamplingParams, bad_tokens, biased, penalised
 
@@ -50,14 +51,18 @@ def tell(tables: Donated[EditTables], told: Sequence[Told]) -> EditTables:
     for row, params, one in ((one.row, one.request.params, one) for one in told):
         if biased(params):
             tables = evolve(tables, bias=_grown(tables.bias, row))
-            tables.bias[row].copy_(put(bias_of(params, tables.bias.shape[1]), tables.bias.device))
+            _write(tables.bias[row], 0.0 if params.allowed_token_ids is None else -np.inf, *bias_of(params))
         if penalised(params):
             tables = evolve(tables, counts=_grown(tables.counts, row), penalties=_grown(tables.penalties, row))
-            known = counts_of(one.tokens, len(one.request.prompt), tables.counts.shape[1])
-            tables.counts[row].copy_(put(known, tables.counts.device))
+            _write(tables.counts[row], 0, *counts_of(one.tokens, len(one.request.prompt)))
             asked = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-            tables.penalties[row].copy_(put(np.array(asked, np.float32), tables.counts.device))
+            tables.penalties[row].copy_(put(np.array(asked, np.float32), tables.penalties.device))
     return tables
+
+
+def _write(row_V: Donated[Tensor], others: float, ids: I64, values: npt.NDArray[Any]) -> Tensor:
+    """Set the row's *ids*, which are distinct, to *values*, and all *others* to one number. *Donates* row."""
+    return row_V.fill_(others).index_copy_(0, put(ids, row_V.device), put(values, row_V.device))
 
 
 def _grown(table: Tensor, row: int) -> Tensor:
@@ -69,23 +74,22 @@ def _grown(table: Tensor, row: int) -> Tensor:
     return larger
 
 
-def bias_of(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.float32]:
-    """What *params* add to the logits of every token: their bias, and -inf for what is never chosen. [V] float32."""
-    bias = np.zeros(vocab_size, np.float32)
-    if params.allowed_token_ids is not None:
-        bias[:] = -np.inf
-        bias[list(params.allowed_token_ids)] = 0
-    for token, value in params.logit_bias:
-        bias[token] += np.float32(value)
-    bias[[words[0] for words in bad_tokens(params) if len(words) == 1]] = -np.inf
-    return bias
+def bias_of(params: SamplingParams) -> tuple[I64, F32]:
+    """Token ids and what *params* add to their logits, -inf where one is never chosen. To others they add 0, or -inf if
+    only some are allowed.
+    """
+    allowed, found = params.allowed_token_ids, dict.fromkeys(params.allowed_token_ids or (), 0.0)
+    found |= {token: float(bias) for token, bias in params.logit_bias if allowed is None or token in found}
+    found |= {words[0]: -np.inf for words in bad_tokens(params) if len(words) == 1}
+    return np.array(list(found), np.int64), np.array(list(found.values()), np.float32)
 
 
-def counts_of(tokens: Sequence[int], prompt: int, vocab_size: int) -> I32:
-    """[V] as in EditTables.counts, of *tokens* of which the first *prompt* are the prompt."""
-    counts = 2 * np.bincount(np.array(tokens[prompt:], np.int64), minlength=vocab_size)
-    counts[list(tokens[:prompt])] += 1
-    return counts.astype(np.int32)
+def counts_of(tokens: Sequence[int], prompt: int) -> tuple[I64, I32]:
+    """Token ids and their numbers as in EditTables.counts, of *tokens* of which the first *prompt* are the prompt."""
+    ids, place = np.unique(np.array(tokens, np.int64), return_inverse=True)
+    counts = 2 * np.bincount(place[prompt:], minlength=len(ids))
+    counts[place[:prompt]] |= 1
+    return ids, counts.astype(np.int32)
 
 
 def edit_rows(logits_SV: Tensor, places_3P: Tensor, tables: EditTables) -> Tensor:
