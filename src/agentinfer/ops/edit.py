@@ -117,7 +117,7 @@ def edit_rows(logits_SV: Tensor, places_3P: Tensor, tables: EditTables) -> Tenso
 def ban(logits_PV: Donated[Tensor], places: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Set token tokens[i] of row places[i] to -inf. *Donates* logits."""
     at = put(np.array((places, tokens), np.int64), logits_PV.device)
-    return logits_PV.index_put_((at[0], at[1]), logits_PV.new_tensor(float("-inf")))
+    return logits_PV.index_put_((at[0], at[1]), logits_PV.new_full((), float("-inf")))  # new_tensor would wait
 
 
 def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Tensor:
@@ -138,6 +138,6 @@ def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Te
 
 def count(tables: Donated[EditTables], rows: Sequence[int], tokens_P: Tensor) -> EditTables:
     """Count the token that each of *rows*, which are distinct, has sampled. *Donates* tables."""
-    at = put(np.array(rows, np.int64), tokens_P.device)
-    tables.counts.index_put_((at, tokens_P), tables.counts.new_tensor(2), accumulate=True)
+    at = put(np.array(rows, np.int64), tokens_P.device) * tables.counts.shape[1] + tokens_P
+    tables.counts.view(-1).index_add_(0, at, tables.counts.new_full((len(at),), 2))
     return tables

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+import sources
 from agentinfer.ops import edit
 from agentinfer.ops.kernels import edit as kernel
 
@@ -36,3 +42,36 @@ def test_no_rows_and_no_tables() -> None:
     places = torch.tensor([[1], [-1], [-1]], dtype=torch.int32)
     assert torch.equal(kernel.edit_rows(logits, places, tables), logits[1:])
     assert kernel.edit_rows(logits, places[:, :0], tables).shape == (0, 30)
+
+
+COMPILE = f"""
+import sys
+sys.path.insert(0, {str(sources.SRC)!r})
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from agentinfer.ops.kernels import edit
+types = dict(logits="*fp32", places="*i32", bias="*fp32", counts="*i32", penalties="*fp32", out="*fp32",
+             num_samples="i32")
+constants = dict(STRIDE=151936, V=151936, BV=edit.TILE)
+places = {{x: "constexpr" if x in constants else types[x] for x in edit._edit.arg_names}}
+aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
+done = triton.compile(ASTSource(edit._edit, places, constants, aligned), target=GPUTarget("cuda", 90, 32),
+                      options=dict(num_warps=8))
+print(done.metadata.shared, done.asm["ptx"].count("ld.global.v4"), done.asm["ptx"].count("st.global.v4"))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    """Without shared memory, and with loads and stores of 16 bytes."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared, loads, stores = map(int, done.stdout.split())
+    assert shared == 0
+    assert loads >= 12
+    assert stores >= 4
