@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import draws
 from agentinfer.build import Settings
-from agentinfer.loop import Engine, generate, open_engine
+from agentinfer.loop import Engine, advance, generate, open_engine
 from agentinfer.ops import edit
 from agentinfer.ops.kernels.edit import edit_rows
 from agentinfer.ops.sample import words
@@ -111,6 +112,27 @@ def test_edits_in_graphs_and_without_are_the_same(tiny_folder: Folder, *, overla
     for i in range(12):
         (alone,) = generate(engine, [prompts[i]], params[i], progress=False)
         assert alone.output_ids == together[i]
+
+
+def test_edits_on_the_device_wait_for_nothing(tiny_folder: Folder) -> None:
+    """No synchronizing call of torch in 100 steps of rows with bias, penalties, allowed ids and a bad word."""
+    engine = opened(tiny_folder("qwen3", "float32"))
+    asked = [*ASKED[:4], {"allowed_token_ids": list(range(50)), "bad_words": [[8]], "top_k": 20}]
+    for i in range(24):
+        params = SamplingParams(max_tokens=600, seed=i, ignore_eos=True, **asked[i % 5])
+        engine.add(Request(tuple((7 * i + j) % 1000 for j in range(20)), params))
+    for _ in range(30):
+        engine.step()
+    world = engine.world
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the mode itself, that it sees not every wait
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(100):
+            world, output = advance(engine.machine, world)
+            assert output is not None
+            assert len(output.tokens) == 24
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_rows_that_ask_for_nothing_pay_nothing(tiny_folder: Folder) -> None:
