@@ -11,18 +11,20 @@ from typing import Any
 
 import agentinfer
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
+COMPILERS = [path for path in (shutil.which("g++") or shutil.which("c++"),) if path]
+"""The host's compiler of C++, if there is one."""
+NVCC = [path for path in (shutil.which("nvcc"),) if path]
+"""The compiler of CUDA, if there is one."""
 SOURCES = Path(agentinfer.__file__).parent / "ops" / "kernels" / "persistent"
 EMULATION = Path(__file__).parent / "emulation"
 
 
-def build(folder: Path, values: Mapping[str, int], *flags: str) -> Any:
+def build(compiler: str, folder: Path, values: Mapping[str, int]) -> Any:
     """The library of the kernel for the macros *values*, in *folder*."""
-    assert COMPILER is not None
     target = folder / ("_".join(map(str, values.values())) + ".so")
     if not target.exists():
         subprocess.run(
-            [COMPILER, "-std=c++17", "-O2", "-shared", "-fPIC", "-w", *flags, f"-I{EMULATION}", f"-I{SOURCES}",
+            [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{EMULATION}", f"-I{SOURCES}",
              *(f"-D{name}={value}" for name, value in values.items()), EMULATION / "persistent.cpp", "-o", target],
             check=True,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from gpu_shapes import SHAPES
 from row_steps import Case, case, check, inputs
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+each_compiler = pytest.mark.parametrize("compiler", emulated.COMPILERS)
 
 
 @frozen(eq=False)
@@ -34,10 +33,12 @@ class Emulated:
     mailbox: persistent.Mailbox
 
 
-def emulate(x: Case, folder: Path, *, grid: int, slot: int = 8192, shared: int = 98304, **changes: int) -> Emulated:
+def emulate(
+    x: Case, compiler: str, folder: Path, *, grid: int, slot: int = 8192, shared: int = 98304, **changes: int
+) -> Emulated:
     """The kernel for *x* on so many multiprocessors."""
     values = persistent.macros(x.weights, dense.local_heads(x.config, 1), grid, shared, {"SLOT": slot, **changes})
-    library = emulated.build(folder, values)
+    library = emulated.build(compiler, folder, values)
     mailbox = persistent.new_mailbox(values, CPU)
     assert library.num_boxes() == len(mailbox.boxes)
     params = persistent.new_params(x.weights, mailbox, x.config.norm_eps, x.config.scale, 10**9, 0)
@@ -52,13 +53,13 @@ def stepped(x: Emulated, token: int, position: int, seed: int = 0) -> Tensor:
     return logits
 
 
-@needs_compiler
+@each_compiler
 @pytest.mark.parametrize(
     "shape", [pytest.param(shape, marks=[] if shape == "qwen3" else pytest.mark.slow) for shape in sorted(SHAPES)]
 )
-def test_logits_and_keys_are_the_reference_s(tmp_path: Path, shape: str) -> None:
+def test_logits_and_keys_are_the_reference_s(tmp_path: Path, compiler: str, shape: str) -> None:
     """Steps one after the other: without keys, with few, and with more than a slot of the ring holds."""
-    x = emulate(case(tmp_path, CPU, **SHAPES[shape]), tmp_path, grid=9)
+    x = emulate(case(tmp_path, CPU, **SHAPES[shape]), compiler, tmp_path, grid=9)
     for seed, position in enumerate((0, 1, 5, 400)):
         check(x.case, stepped(x, 17 * seed + 1, position, seed), 17 * seed + 1, position)
     assert x.mailbox.control.tolist() == [4, 0, 0, 0]
@@ -79,21 +80,21 @@ WIDE = {
 
 
 @pytest.mark.slow
-@needs_compiler
+@each_compiler
 @pytest.mark.parametrize("shape", sorted(WIDE))
-def test_wide_models(tmp_path: Path, shape: str) -> None:
+def test_wide_models(tmp_path: Path, compiler: str, shape: str) -> None:
     """Rows that several warps share, heads that do, and more splits than warps."""
     x = case(tmp_path, CPU, 64, num_hidden_layers=1, vocab_size=300, **WIDE[shape])
     for changes in ({}, {"FIRST": 0, "TICKS": 1}):
-        check(x, stepped(emulate(x, tmp_path, grid=20, slot=16384, shared=131072, **changes), 5, 700), 5, 700)
+        check(x, stepped(emulate(x, compiler, tmp_path, grid=20, slot=16384, shared=131072, **changes), 5, 700), 5, 700)
 
 
-@needs_compiler
-def test_a_lost_packet_fails_its_step_and_no_other(tmp_path: Path) -> None:
+@each_compiler
+def test_a_lost_packet_fails_its_step_and_no_other(tmp_path: Path, compiler: str) -> None:
     """Whatever is lost: no logit of that step is a number, the step ends, it is told where it waited, and the next one
     is sound.
     """
-    x = emulate(case(tmp_path, CPU, num_hidden_layers=1, vocab_size=300), tmp_path, grid=5)
+    x = emulate(case(tmp_path, CPU, num_hidden_layers=1, vocab_size=300), compiler, tmp_path, grid=5)
     x.params.limit_ns = 2000  # of the emulation's time: passes over the grid
     for phase, name in enumerate(persistent.PHASES[1:], 1):
         x.params.lose = phase
@@ -148,12 +149,12 @@ def test_models_with_a_program() -> None:
         assert (values["SLOT"], values["SPLITS"]) == (slot, splits)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
+@pytest.mark.parametrize("compiler", emulated.NVCC)
 @pytest.mark.parametrize("model", [QWEN3_8B, QWEN3_06B])
-def test_it_compiles_for_hopper_into_registers(tmp_path: Path, model: tuple[Any, HeadShape]) -> None:
+def test_it_compiles_for_hopper_into_registers(tmp_path: Path, compiler: str, model: tuple[Any, HeadShape]) -> None:
     """Nothing spills at the shapes that were measured, and nothing is kept in local memory."""
     macros = [f"-D{name}={value}" for name, value in persistent.macros(*model, 132).items()]
-    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "--use_fast_math", "-cubin", "-Xptxas", "-v", *macros]
+    command = [compiler, "-std=c++17", "-arch=sm_90a", "--use_fast_math", "-cubin", "-Xptxas", "-v", *macros]
     source = emulated.SOURCES / "step.cu"
     done = subprocess.run(
         [*command, source, "-o", "out.cubin"],
