@@ -10,6 +10,7 @@
 #   gemm       products of 96 to 256 rows of Qwen3-0.6B by our own kernel, against cuBLAS
 #   attention  benchmarks/gpu_attention.py: decode attention tile by tile, and sampling; ATTEND_ARGS="--rows 136" chooses
 #   persistent the tests of the persistent kernel, and benchmarks/gpu_persistent.py: its step against Triton's; PERSISTENT_ARGS adds flags
+#   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
 #   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
@@ -123,6 +124,9 @@ for wanted; do
       step persistent-tests 140 "${test_command[@]}" tests/gpu/test_persistent.py --durations=5 ${PYTEST_ARGS:-}
       # shellcheck disable=SC2086
       step persistent 120 "$python" benchmarks/gpu_persistent.py --json "$out/persistent.json" ${PERSISTENT_ARGS:-}
+      ;;
+    sampling)
+      step sampling "$bench_s" "$python" benchmarks/gpu_sampling.py --engine "configs/$model" --json "$out/sampling.json"
       ;;
     mix-*) bench "$wanted" throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens "${wanted#mix-}" ;;
     mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;
