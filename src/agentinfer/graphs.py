@@ -126,8 +126,8 @@ class Captured:
     """[2, R] int64: tokens, ok, in the order of the plan's rows."""
     bound: tuple[int, ...]
     """Addresses of the KV, the block table and the last tokens that it was captured over."""
-    counts: tuple[Tensor, Tensor]
-    """What `counts_of` gave: read by the graph, so kept."""
+    kept: tuple[Tensor, ...]
+    """All else that it reads and writes and that is not from its pool: freed, it would be somebody else's."""
 
 
 def bindings(device: Device) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def _capture(m: Machine, device: Donated[Device], size: int, pool: Any) -> tuple
         finally:
             graph.capture_end()
     here.wait_stream(side)
-    return Captured(graph, block, logits_RV, chosen, bindings(device), counts), device
+    return Captured(graph, block, logits_RV, chosen, bindings(device), (ids, *counts)), device
 
 
 def _step(
