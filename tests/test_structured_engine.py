@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 import test_grammar
 import toys
@@ -20,9 +22,10 @@ from agentinfer.errors import InvalidRequest
 from agentinfer.loop import Engine, generate, open_engine, run, stream
 from agentinfer.result import Result
 from agentinfer.state.check import violations
-from agentinfer.state.engine import EngineState, digest, has_work, tokens_of
+from agentinfer.state.engine import EngineState, digest, has_work, live, tokens_of
 from agentinfer.state.event import Event, Raised, Stepped
 from agentinfer.state.history import rewind
+from agentinfer.state.plan import Output
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
 from agentinfer.text import load_text
@@ -149,6 +152,43 @@ def test_forked_and_rewound_sequences_keep_their_form(folder: Path, *, overlap: 
     engine.reset(rewind(old, engine.world.state))
     (again,) = run(engine, [parent])
     assert again.output == want.output_ids
+
+
+@given(data=st.data())
+def test_whatever_happens_on_the_way(folder: Path, alone: list[tuple[int, ...]], data: st.DataObject) -> None:
+    """Requests that arrive, fork, leave and are rewound at any time: who stays has the tokens that it has alone."""
+    draw = data.draw
+    engine = open_engine(folder, settings(overlap=draw(st.booleans()), num_blocks=draw(st.sampled_from((14, 60)))))
+    which: dict[int, int] = {}
+    gone = set[int]()
+    ends: dict[int, tuple[int, ...]] = {}
+    for _ in range(draw(st.integers(5, 30))):
+        running = sorted(live(engine.world.state) - gone)
+        match draw(st.sampled_from(("add", "add", "fork", "leave", "rewind", "step", "step", "step", "step"))):
+            case "add":
+                i = draw(st.integers(0, len(PROMPTS) - 1))
+                which[engine.add(Request(tuple(PROMPTS[i]), PARAMS[i]))] = i
+            case "fork" if running:
+                parent = draw(st.sampled_from(running))
+                which.update(dict.fromkeys(engine.fork(parent), which[parent]))
+            case "leave" if running:
+                engine.abort(left := draw(st.sampled_from(running)))
+                gone.add(left)
+            case "rewind":
+                engine.reset(rewind(engine.world.state, engine.world.state))
+            case _:
+                told(engine.step(), ends)
+    while engine.unfinished:
+        told(engine.step(), ends)
+    assert {seq: ends.get(seq) for seq in which if seq not in gone} == {
+        seq: alone[i] for seq, i in which.items() if seq not in gone
+    }
+    assert violations(engine.world.state) == []
+
+
+def told(output: Output | None, ends: dict[int, tuple[int, ...]]) -> None:
+    if output is not None:
+        ends.update((done.seq, done.output) for done in output.finished)
 
 
 def toys_text(engine: Engine, output: tuple[int, ...]) -> str:
