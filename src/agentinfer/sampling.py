@@ -59,7 +59,7 @@ class Late:
     """What the samples of the step are judged by, where that was asked for."""
 
 
-@frozen
+@frozen(eq=False)
 class Ready:
     """What the host found out about one of the samples that waited for it."""
 
