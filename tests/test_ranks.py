@@ -14,6 +14,7 @@ import torch
 from attrs import evolve
 
 import tiny
+from agentinfer import speculative
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError
 from agentinfer.lifeline import Beat, late
@@ -24,6 +25,7 @@ from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.provide import reference
 from agentinfer.ranks import Diverged, Lead, follow
+from agentinfer.speculative import Tally, draft_model
 from agentinfer.state.engine import EngineState, digest
 from agentinfer.state.policy import Policy, reserve, throughput
 from agentinfer.state.request import Request, SamplingParams
@@ -191,6 +193,25 @@ def test_aborts_forks_and_preemption_reach_all_ranks(folder: Path) -> None:
 
     ends, _ = together(folder, 2, threads, drive, settings)
     assert ends == list(range(7))
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+def test_drafts_reach_all_ranks(folder: Path, wanted: dict[str, list[Result]], rejection: bool) -> None:
+    """Rank 0 alone guesses, and judges; all verify the same plan, and the tokens are those of one rank."""
+    sizes = evolve(SETTINGS, max_model_len=64)
+
+    def drive(engine: Engine) -> Any:
+        tally = Tally()
+        engine.note = tally
+        propose = draft_model(open_engine(folder, sizes), 3, rejection=rejection)
+        found = {name: speculative.generate(engine, PROMPTS, params(**how), propose=propose) for name, how in WORKS}
+        return found, tally
+
+    (found, tally), digests = together(folder, 2, threads, drive, sizes)
+    for name, _ in WORKS:
+        assert [r.output_ids for r in found[name]] == [r.output_ids for r in wanted[name]], name
+    assert 50 < tally.accepted == tally.drafts
+    assert set(digests[1]) <= set(digests[0])
 
 
 def test_a_rank_that_plans_otherwise_is_named(folder: Path) -> None:
