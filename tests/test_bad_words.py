@@ -29,9 +29,7 @@ def spellings(text: Text | None, *words: Any) -> tuple[Any, ...]:
 
 
 def test_a_word_is_spelled_with_and_without_a_space(tmp_path: Path) -> None:
-    """Where the tokenizer joins the space to the word, both count; where it does not, one covers the other. No special
-    token is added.
-    """
+    """Both count where the tokenizer joins the space to the word, else one covers the other; none is special."""
     text = text_of(tmp_path, toys.byte_level())
     a, space_a = encode(text, "a"), encode(text, " a")
     assert (len(a), len(space_a)) == (1, 1)
