@@ -186,6 +186,17 @@ def test_steady_decode_allocates_nothing_and_never_waits_for_all(tiny_folder: Fo
     engine.world = world
 
 
+def test_graphs_write_nothing_but_what_they_keep(tiny_folder: Folder) -> None:
+    """All memory that is free once they are captured is filled; decoding in graphs of many sizes changes none of it."""
+    engine = opened(tiny_folder("qwen3", "bfloat16"))
+    asked = [[1 + i, 2, 3] for i in range(20)]
+    want = tokens(engine, asked)
+    sizes = [size for size in (1, 64, 128, 512) for _ in range(3000)]
+    filled = [torch.full((size,), 7, dtype=torch.int64, device="cuda") for size in sizes]
+    assert tokens(engine, asked) == want
+    assert all(bool((x == 7).all()) for x in filled)
+
+
 def test_a_graph_refuses_other_memory(tiny_folder: Folder) -> None:
     """A device with other KV than was captured over fails the step's requests by name; the engine goes on."""
     engine = opened(tiny_folder("qwen3", "bfloat16"))

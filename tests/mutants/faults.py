@@ -110,8 +110,8 @@ _REFERENCES = (
         name="free_with_one_holder_left",
         kind="double free",
         file="blocks.py",
-        old="            if refs[block] > 0:\n                continue",
-        new="            if refs[block] > 1:\n                continue",
+        old="last_first[refs[last_first] == 0]",
+        new="last_first[refs[last_first] <= 1]",
         breaks="a shared block is free, or evictable, while one sequence still reads it",
     ),
     Fault(
@@ -573,8 +573,8 @@ _EVICTION = (
         name="head_before_tail",
         kind="eviction order",
         file="blocks.py",
-        old="for block in reversed(tuple(blocks)):",
-        new="for block in tuple(blocks):",
+        old="np.fromiter(reversed(tuple(blocks)), np.int64)",
+        new="np.fromiter(tuple(blocks), np.int64)",
         breaks="the head of a chain is evicted before its tail, which can then never be found (KV-04)",
     ),
     Fault(
@@ -583,7 +583,8 @@ _EVICTION = (
         file="blocks.py",
         old="            block, ticket = self.lru.peek()\n            self.lru = self.lru.pop()\n"
         "            if self.cached.get(block) == ticket:\n                break\n",
-        new="            block, _ = max(self.cached.items(), key=lambda entry: entry[1])\n            break\n",
+        new="            block, _ = [entry for entry in self.lru if self.cached.get(entry[0]) == entry[1]][-1]\n"
+        "            break\n",
         breaks="what was used last is evicted first",
     ),
     Fault(

@@ -105,10 +105,10 @@ class MostRecentFirst(blocks_module.PoolDraft):
     """A pool that evicts what was used last."""
 
     def _evict(self):
-        block = max(self.cached, key=self.cached.get)
-        self.cached = self.cached.remove(block)
-        self.index = self.index.remove(self.keys[block].hash)
-        self.keys = self.keys.remove(block)
+        block, _ = [entry for entry in self.lru if self.cached.get(entry[0]) == entry[1]][-1]
+        del self.cached[block]
+        del self.index[self.keys[block].hash]
+        del self.keys[block]
         return block
 
 

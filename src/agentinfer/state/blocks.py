@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import numpy as np
 from attrs import frozen
@@ -17,6 +18,7 @@ from rpds import HashTrieMap
 from agentinfer.state.ids import I32, BlockId, seal
 from agentinfer.state.log import Queue
 from agentinfer.state.show import pool_html
+from agentinfer.state.thaw import MapDraft
 
 ROOT = BlockId(0)
 """The parent of a chain's first block: the sink, which is never registered itself."""
@@ -77,9 +79,15 @@ def block_hash(seed: int, parent: int, salt: str | None, tokens: tuple[int, ...]
     chain, with its length), then the token ids as int32. Equal in every process with an equal seed.
     """
     head = b"none" if salt is None else _salt(salt)
-    content = b"".join((parent.to_bytes(8, "little"), head, struct.pack(f"<{len(tokens)}i", *tokens)))
-    digest = hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8, "little"), person=b"agentinfer.kv")
-    return int.from_bytes(digest.digest(), "little")
+    keyed = _keyed(seed).copy()
+    keyed.update(struct.pack(f"<Q{len(head)}s{len(tokens)}i", parent, head, *tokens))
+    return int.from_bytes(keyed.digest(), "little")
+
+
+@lru_cache(maxsize=16)
+def _keyed(seed: int) -> hashlib.blake2b:
+    """The hash of nothing: to begin with it is half of what a short content costs."""
+    return hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"), person=b"agentinfer.kv")
 
 
 def _salt(salt: str) -> bytes:
@@ -93,8 +101,8 @@ class PoolDraft:
     def __init__(self, pool: BlockPool, seed: int, hasher: BlockHash = block_hash) -> None:
         self._pool = pool
         self._refs: I32 | None = None
-        self.free, self.cached, self.lru = pool.free, pool.cached, pool.lru
-        self.index, self.keys, self.ticket = pool.index, pool.keys, pool.ticket
+        self.free, self.lru, self.ticket = pool.free, pool.lru, pool.ticket
+        self.cached, self.index, self.keys = MapDraft(pool.cached), MapDraft(pool.index), MapDraft(pool.keys)
         self._seed, self._hasher = seed, hasher
 
     @property
@@ -127,9 +135,9 @@ class PoolDraft:
             self.lru = self.lru.pop()
             if self.cached.get(block) == ticket:
                 break
-        self.cached = self.cached.remove(block)
-        self.index = self.index.remove(self.keys[block].hash)
-        self.keys = self.keys.remove(block)
+        del self.cached[block]
+        del self.index[self.keys[block].hash]
+        del self.keys[block]
         return block
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
@@ -137,22 +145,24 @@ class PoolDraft:
         refs = self._thaw()
         for block in blocks:
             if refs[block] == 0:
-                self.cached = self.cached.remove(block)
+                del self.cached[block]
             refs[block] += 1
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
-        """Release *blocks*, last first, so that a prefix outlives its continuations in the cache."""
+        """Release *blocks* (no block twice), last first, so that a prefix outlives its continuations in the cache."""
         refs = self._thaw()
-        for block in reversed(tuple(blocks)):
-            refs[block] -= 1
-            if refs[block] > 0:
-                continue
+        last_first = np.fromiter(reversed(tuple(blocks)), np.int64)
+        refs[last_first] -= 1
+        empty: list[BlockId] = []
+        findable: list[tuple[BlockId, int]] = []
+        for block in map(BlockId, last_first[refs[last_first] == 0].tolist()):
             if block in self.keys:
                 self.ticket += 1
-                self.cached = self.cached.insert(block, self.ticket)
-                self.lru = self.lru.push((block, self.ticket))
+                self.cached.add(block, self.ticket)
+                findable.append((block, self.ticket))
             else:
-                self.free = self.free.push(block)
+                empty.append(block)
+        self.free, self.lru = self.free.push_many(empty), self.lru.push_many(findable)
         if len(self.lru) > 64 + 2 * len(refs):
             self.lru = Queue[tuple[BlockId, int]].of(
                 entry for entry in self.lru if self.cached.get(entry[0]) == entry[1]
@@ -172,8 +182,8 @@ class PoolDraft:
         """Let later sequences find *block* by its content. False if another content has the same hash."""
         if h in self.index:
             return False
-        self.index = self.index.insert(h, block)
-        self.keys = self.keys.insert(block, BlockKey(h, parent, salt, tokens))
+        self.index.add(h, block)
+        self.keys.add(block, BlockKey(h, parent, salt, tokens))
         return True
 
     def _hash(self, parent: BlockId, salt: str | None, tokens: tuple[int, ...]) -> int:
@@ -185,6 +195,8 @@ class PoolDraft:
         """The pool as it is now, read-only. If nobody came or went and nothing was registered: the very same."""
         if self._refs is not None:
             seal(self._refs)
-        elif self.keys is self._pool.keys:
+        elif not self.keys.changed:
             return self._pool
-        return BlockPool(self.refs, self.free, self.cached, self.lru, self.index, self.keys, self.ticket)
+        return BlockPool(
+            self.refs, self.free, self.cached.freeze(), self.lru, self.index.freeze(), self.keys.freeze(), self.ticket
+        )

@@ -36,6 +36,14 @@ class Log(Generic[T]):
         new._items, new._size = items, self._size + 1
         return new
 
+    def extend(self, more: list[T]) -> Log[T]:
+        """This log and *more* items."""
+        items = self._items if len(self._items) == self._size else self._items[: self._size]
+        items.extend(more)
+        new: Log[T] = object.__new__(type(self))
+        new._items, new._size = items, self._size + len(more)
+        return new
+
     def __len__(self) -> int:
         return self._size
 
@@ -97,3 +105,7 @@ class Queue(Generic[T]):
     def push(self, item: T) -> Queue[T]:
         """The queue with *item* behind the others."""
         return Queue(self.log.append(item), self.head)
+
+    def push_many(self, items: list[T]) -> Queue[T]:
+        """The queue with *items* behind the others, in their order; if there are none: the very same."""
+        return Queue(self.log.extend(items), self.head) if items else self
