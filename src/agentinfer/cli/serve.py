@@ -85,6 +85,7 @@ def _options(args: argparse.Namespace, keys: Keys) -> Options:
         head_timeout_s=args.header_timeout,
         idle_timeout_s=args.idle_timeout,
         max_stall_s=args.step_timeout,
+        ui=not args.no_ui,
     )
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from agentinfer.server import chat, completions, plain, tokens
+from agentinfer.server import chat, completions, page, plain, tokens
 from agentinfer.server.answer import problem_response
 from agentinfer.server.guard import Keys, guarded
 from agentinfer.server.metrics import note_refusal
@@ -41,6 +41,7 @@ def _routes(site: Site) -> list[BaseRoute]:
         return Route(path, answer, methods=[method])
 
     return [
+        *([route("GET", "/", page.page)] if site.ui else []),
         route("GET", "/health", plain.health),
         route("GET", "/version", plain.version),
         route("GET", "/load", plain.load),

@@ -65,6 +65,8 @@ class Options:
     """Of a connection between two requests."""
     max_stall_s: float = 60.0
     """A step that takes longer turns /health to 503."""
+    ui: bool = True
+    """A status page at /."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -182,6 +184,7 @@ def _site(
         prepare=partial(_prepare, engine),
         stalled_s=partial(_stalled_s, driver),
         max_stall_s=options.max_stall_s,
+        ui=options.ui,
         trace=trace,
     )
 

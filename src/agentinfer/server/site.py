@@ -73,6 +73,8 @@ class Site:
     """How long the step that runs now has taken."""
     max_stall_s: float
     """What takes longer is no step, but a hang."""
+    ui: bool = True
+    """There is a status page."""
     trace: Callable[[], bytes] | None = None
     """The recorded trace so far, if the engine is recorded."""
     warned: set[str] = field(factory=set[str])
