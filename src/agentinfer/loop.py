@@ -29,6 +29,7 @@ from agentinfer.result import (
     joined,
     refused,
     result_of,
+    sequences,
     silent,
     spelled,
     stopped,
@@ -77,6 +78,8 @@ class Engine:
     """How steps are planned: speculative.py has another way."""
     names: dict[str, SeqId] = field(factory=dict[str, SeqId])
     """Sequences that clients named themselves."""
+    groups: dict[SeqId, int] = field(factory=dict[SeqId, int])
+    """The `n` of requests for more than one completion, by the first sequence of each."""
     news: deque[tuple[Event, EngineState]] = field(factory=deque[tuple[Event, EngineState]])
     """What `note` has still to be told."""
     kept: deque[Output] = field(factory=deque[Output])
@@ -100,20 +103,26 @@ class Engine:
         return bool(self.kept) or _busy(self.world)
 
     def add(self, request: Request, name: str | None = None) -> SeqId:
-        """Queue *request*. Raises InvalidRequest if it can never be served, or if *name* is that of a live one."""
+        """Queue *request*; the first of its sequences (see `sequences`).
+
+        Raises InvalidRequest if it can never be served, or if *name* is that of a live one.
+        """
         request = spelled(self.text, request)
         check(self, request)
-        if name is not None and self.names.get(name) in live(self.world.state):
+        if name is not None and name in self.names and _alive(self, self.names[name]):
             raise InvalidRequest("request_id", f"{name!r} is in use by a request that has not ended")
         seq = SeqId(self.world.state.next_seq)
         self._hear(Arrived(request))
+        if request.params.n > 1:
+            self.groups[seq] = request.params.n
         if name is not None:
             self.names[name] = seq
         return seq
 
     def abort(self, seq: SeqId, reason: str = "") -> None:
-        """End *seq*; no matter if it has ended already."""
-        self._hear(Aborted(seq, reason))
+        """End *seq*, and with the first sequence of a request all others of it; no matter which have ended already."""
+        for one in _group(self, seq):
+            self._hear(Aborted(one, reason))
 
     def fork(self, seq: SeqId, seeds: Sequence[int | None] = (None,)) -> tuple[SeqId, ...]:
         """Continue *seq* once more for each of *seeds*. Empty if it is not live any more.
@@ -171,6 +180,16 @@ class Engine:
         _tell(self)
 
 
+def _group(engine: Engine, first: SeqId) -> tuple[SeqId, ...]:
+    """The sequences that are *first*'s request."""
+    return tuple(SeqId(first + i) for i in range(engine.groups.get(first, 1)))
+
+
+def _alive(engine: Engine, first: SeqId) -> bool:
+    """Whether any of them has not ended."""
+    return not live(engine.world.state).isdisjoint(_group(engine, first))
+
+
 def _busy(world: World) -> bool:
     """Whether stepping can still bring something."""
     return has_work(world.state) or world.flight is not None or bool(world.state.ended)
@@ -217,9 +236,9 @@ def _keep(engine: Engine, output: Output | None) -> None:
         box = engine.boxes.pop(done.seq, None)
         if box is not None:
             box.append(done)
-    if engine.names:
-        over = {done.seq for done in output.finished}
-        engine.names = {name: seq for name, seq in engine.names.items() if seq not in over}
+    if output.finished and (engine.names or engine.groups):
+        engine.names = {name: seq for name, seq in engine.names.items() if _alive(engine, seq)}
+        engine.groups = {seq: n for seq, n in engine.groups.items() if _alive(engine, seq)}
 
 
 def _without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
@@ -308,11 +327,6 @@ def generate(
     for i in asked:
         results[i] = result_of(engine.text, [ends[seq] for seq in places if places[seq] == i], i)
     return [results[i] for i in range(len(prompts))]
-
-
-def sequences(first: SeqId, request: Request) -> tuple[SeqId, ...]:
-    """All `n` sequences of *request*, the *first* of which `Engine.add` gave: their numbers follow each other."""
-    return tuple(SeqId(first + i) for i in range(request.params.n))
 
 
 def run(engine: Engine, seqs: Iterable[SeqId]) -> Iterator[Finished]:

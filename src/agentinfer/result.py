@@ -214,6 +214,11 @@ def joined(first: Finished, outputs: Iterable[Completion], index: int) -> Result
     return Result(index, first.request.prompt, tuple(outputs), first.cached, first.prompt_logprobs)
 
 
+def sequences(first: SeqId, request: Request) -> tuple[SeqId, ...]:
+    """All `n` sequences of *request*, the *first* of which `Engine.add` gave: their numbers follow each other."""
+    return tuple(SeqId(first + i) for i in range(request.params.n))
+
+
 def completion_of(text: Text | None, done: Finished, index: int = 0) -> Completion:
     """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it."""
     ids, words, reason, offsets = done.output, None, done.reason, None

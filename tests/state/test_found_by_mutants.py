@@ -31,29 +31,35 @@ def test_those_who_stay_get_their_own_tokens(gone: int) -> None:
         assert tokens_of(hand.state, SeqId(seq))[3:] == (token,)
 
 
-def forked_while_a_chunk_is_in_flight() -> tuple[Hand, Plan]:
-    """A prompt of 12 in chunks of 6, forked when the first has landed and the second is in flight; the plan after."""
+def forked_while_a_chunk_is_in_flight() -> tuple[Hand, Plan, Plan]:
+    """A prompt of 12 in chunks of 6, forked when the first has landed and the second is in flight; that one, and the
+    plan after.
+    """
     hand = Hand.of(limits(max_num_batched_tokens=6), request(12, 5))
-    first = hand.plan()
-    hand.plan()
+    first, second = hand.plan(), hand.plan()
     hand.land(first)
-    hand.state, _ = fork(hand.state, SeqId(0))
-    return hand, hand.plan()
+    hand.state, (child,) = fork(hand.state, SeqId(0))
+    hand.script[child] = []
+    return hand, second, hand.plan()
 
 
-def test_a_fork_begins_where_its_parents_landed_positions_end() -> None:
-    """Positions that are still in flight are computed by the child itself."""
-    _, plan = forked_while_a_chunk_is_in_flight()
-    assert scheduled(plan) == {0: (12, 13), 1: (6, 11)}
+def test_a_fork_waits_until_its_parent_has_landed_what_they_share() -> None:
+    """Positions that are still in flight are not computed once more: the child begins when they have landed."""
+    hand, second, plan = forked_while_a_chunk_is_in_flight()
+    assert scheduled(plan) == {0: (12, 13)}
+    hand.land(second)
+    assert scheduled(hand.plan()) == {0: (13, 14), 1: (11, 12)}
 
 
 def test_the_copy_of_a_partial_block_takes_its_place_in_the_childs_table() -> None:
     """The parent's partial block is copied to the child's block of the same positions, however many it takes."""
-    hand, plan = forked_while_a_chunk_is_in_flight()
+    hand, second, _ = forked_while_a_chunk_is_in_flight()
+    hand.land(second)
+    plan = hand.plan()
     parent, child = blocks_of(hand.state, 0), blocks_of(hand.state, 1)
-    assert child[0] == parent[0]
+    assert child[:2] == parent[:2]
     assert len(child) == 3
-    assert plan.copies == ((parent[1], child[1]),)
+    assert plan.copies == ((parent[2], child[2]),)
 
 
 def test_reserve_keeps_the_block_of_a_last_position_that_begins_it() -> None:

@@ -136,12 +136,12 @@ def test_whoever_makes_room_for_older_ones_does_not_stop_them() -> None:
     """With a budget of one, no block left and the newest first in turn, it is preempted and an older one is served."""
     sizes = limits(block_size=3, num_blocks=6, max_num_seqs=3, max_num_batched_tokens=4, prefix_cache=False)
     engine = drive(sizes)
-    parent = engine.arrive(request([7] * 6, 3))
-    (child,) = engine.fork(parent, (None,))
-    engine.step()
-    engine.set_budget(7)
-    engine.fork(child, (None,))
-    engine.step()
+    engine.arrive(request([7] * 6, 6))
+    for _ in range(3):
+        engine.step()
+    engine.arrive(request([7] * 8, 2))
+    for _ in range(2):
+        engine.step()
     engine.set_budget(1)
     engine.drain()
     assert {over.reason for over in engine.over.values()} == {"length"}

@@ -38,8 +38,6 @@ def validate(limits: Limits, request: Request) -> None:
         most = min(limits.max_logprobs, limits.vocab_size)
         if asked is not None and asked > most:
             raise InvalidRequest(name, f"asks for {asked} tokens, more than max_logprobs {most}")
-    if params.n > 1:
-        raise InvalidRequest("n", "more than one can not be served yet")
     for name, ids in (("prompt", request.prompt), ("stop_token_ids", params.stop_token_ids)):
         if ids and max(ids) >= limits.vocab_size:
             raise InvalidRequest(name, f"token id {max(ids)} is outside the vocabulary of {limits.vocab_size}")
@@ -103,16 +101,39 @@ def seed_of(limits: Limits, request: Request, seq: SeqId) -> int:
     return int.from_bytes(drawn.digest(), "little") >> 1
 
 
+def child_seed(seed: int, j: int) -> int:
+    """The seed of completion *j* of a request with *seed*: that very seed for the first one, for the others the first
+    63 bits of BLAKE2b of both numbers. In [0, 2**63).
+    """
+    if j == 0:
+        return seed
+    drawn = hashlib.blake2b(f"{seed} {j}".encode(), digest_size=8, person=b"agentinfer.child")
+    return int.from_bytes(drawn.digest(), "little") >> 1
+
+
+def child_of(request: Request, seed: int | None = None) -> Request:
+    """What a sequence that continues another one of *request* is asked: itself alone, and nothing about the prompt."""
+    params = request.params
+    return evolve(request, params=evolve(params, n=1, prompt_logprobs=None, seed=params.seed if seed is None else seed))
+
+
 def arrive(state: EngineState, request: Request) -> tuple[EngineState, SeqId]:
-    """Queue *request*. Total: what can never fit ends at once as Finished("rejected")."""
-    seq = SeqId(state.next_seq)
+    """Queue *request*: its `n` sequences, whose numbers follow each other; the first of them. The others are forks of
+    that one before it has begun. Total: what can never fit ends at once as Finished("rejected").
+    """
+    first, count = SeqId(state.next_seq), request.params.n
+    seqs = [SeqId(first + j) for j in range(count)]
     try:
         validate(state.limits, request)
     except InvalidRequest as error:
-        ended = (*state.ended, Finished(seq, request, request.prompt, "rejected", str(error)))
-        return evolve(state, next_seq=seq + 1, ended=ended), seq
-    waiting = Waiting(seq, request, seed_of(state.limits, request, seq), request.prompt, seq)
-    return evolve(state, next_seq=seq + 1, waiting=state.waiting.push(waiting)), seq
+        rejected = (Finished(seq, request, request.prompt, "rejected", str(error)) for seq in seqs)
+        return evolve(state, next_seq=first + count, ended=(*state.ended, *rejected)), first
+    seed = seed_of(state.limits, request, first)
+    waiting = state.waiting.push(Waiting(first, request, seed, request.prompt, first))
+    for j, seq in enumerate(seqs[1:], 1):
+        derived = child_seed(seed, j)
+        waiting = waiting.push(Waiting(seq, child_of(request, derived), derived, request.prompt, first))
+    return evolve(state, next_seq=first + count, waiting=waiting), first
 
 
 def abort(state: EngineState, seq: SeqId, reason: str = "") -> EngineState:
@@ -195,8 +216,9 @@ def fork(
         raise KeyError(seq)
     if len(chosen) != n:
         raise ValueError(f"{len(chosen)} seeds for {n} children")
+    asked = child_of(request) if request.params.n > 1 or request.params.prompt_logprobs is not None else request
     children = tuple(
-        Waiting(SeqId(state.next_seq + i), request, seed if s is None else s, tokens, parent)
+        Waiting(SeqId(state.next_seq + i), asked, seed if s is None else s, tokens, parent)
         for i, s in enumerate(chosen)
     )
     state = evolve(state, next_seq=state.next_seq + n, requeued=(*state.requeued, *children))
@@ -249,12 +271,16 @@ def claim(limits: Limits, pool: PoolDraft, waiting: Waiting, parent: Running | N
 def blocks_wanted(limits: Limits, waiting: Waiting, *, reserve: bool) -> int:
     """Blocks that must be obtainable before *waiting* is admitted, shared ones included.
 
-    reserve: all that it can ever need. Otherwise: its known tokens and one position more.
+    reserve: all that it can ever need, and that the others of its request need beside the blocks of the prompt, which
+    they share; or all blocks, if that is more: then some of them wait for others to end. Otherwise: its known tokens
+    and one position more.
     """
-    slots = limit_of(limits, waiting.request) - 1
+    slots, size = limit_of(limits, waiting.request) - 1, limits.block_size
     if not reserve:
-        slots = min(slots, len(waiting.tokens) + 1)
-    return cdiv(slots, limits.block_size)
+        return cdiv(min(slots, len(waiting.tokens) + 1), size)
+    others = waiting.request.params.n - 1 if waiting.cached < 0 else 0
+    each = cdiv(slots, size)
+    return min(each + others * (each - (len(waiting.request.prompt) - 1) // size), max(each, limits.num_blocks))
 
 
 def promised(state: EngineState, cols: ColumnsDraft, rows: list[int]) -> int:
@@ -274,13 +300,25 @@ def affordable(pool: PoolDraft, wanted: Claim, blocks: int, spoken_for: int) -> 
 
 
 def fits(state: EngineState, waiting: Waiting, *, reserve: bool) -> bool:
-    """Whether `schedule` could admit *waiting* now: a row is free, and blocks enough."""
-    if len(state.order) >= state.limits.max_num_seqs:
+    """Whether `schedule` could admit *waiting* now: a row is free, blocks enough, and its parent has computed what they
+    share.
+    """
+    if len(state.order) >= state.limits.max_num_seqs or early(state, waiting):
         return False
     pool, cols = PoolDraft(state.pool, state.limits.seed), ColumnsDraft(state.cols)
     wanted = claim(state.limits, pool, waiting, *parent_of(state, waiting))
     spoken_for = promised(state, cols, ints(state.order)) if reserve else 0
     return affordable(pool, wanted, blocks_wanted(state.limits, waiting, reserve=reserve), spoken_for)
+
+
+def early(state: EngineState, waiting: Waiting) -> bool:
+    """Whether *waiting* is a fork whose parent is still to compute what both have in common: it is admitted later, and
+    shares that.
+    """
+    if waiting.parent == waiting.seq:
+        return False
+    parent, written = parent_of(state, waiting)
+    return written < len(waiting.tokens) - 1 if parent is not None else find_waiting(state, waiting.parent) is not None
 
 
 def parent_of(state: EngineState, waiting: Waiting) -> tuple[Running | None, int]:

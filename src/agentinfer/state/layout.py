@@ -1,4 +1,6 @@
-"""Where each position of a step is written, and what token is read there. Pure, but for the draft that it is given."""
+"""Where each position of a step is written and what token is read there; how its samples are chosen. Pure, but for the
+draft of columns that it is given.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from agentinfer.state.columns import ColumnsDraft
+from agentinfer.state.columns import PARAMS, ColumnsDraft
 from agentinfer.state.engine import known_tokens
-from agentinfer.state.ids import I32, I64, ints, some
+from agentinfer.state.ids import I32, I64, ints, seal, some
+from agentinfer.state.plan import Edit, SamplingColumns
 from agentinfer.state.sequence import Running
 
 
@@ -52,3 +55,28 @@ def _single(cols: ColumnsDraft, running: Callable[[int], Running], rows: I32, st
             full = position // size
             inputs[i] = run.tokens[full][position % size] if full < len(run.tokens) else cols.tail[row, position % size]
     return slots, inputs
+
+
+def sampling_of(cols: ColumnsDraft, rows: I32, length: I32, before: SamplingColumns | None) -> SamplingColumns:
+    """How to choose the token at position *length* of each of *rows*. *before*: of the token before, if that helps."""
+    if before is not None and not before.banned:
+        params, index = before.params, before.index + 1
+    else:
+        params = cols.params.take(rows, axis=0).view(PARAMS)[:, 0]
+        index = length - params["prompt"]
+    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    if before is None or before.banned:
+        held = length < params["floor"]
+        stops = cols.stop
+        banned = tuple((i, tuple(t for t in ints(stops[rows[i]]) if t >= 0)) for i in ints(np.flatnonzero(held)))
+    seal(params, index)
+    return SamplingColumns(params, index, banned)
+
+
+def edits_of(cols: ColumnsDraft, running: Callable[[int], Running], rows: I32) -> tuple[Edit, ...]:
+    """Which of the samples, one each of *rows*, have their logits edited."""
+    asked = cols.edits.take(rows)
+    if not np.count_nonzero(asked):
+        return ()
+    runs = ((i, running(rows[i])) for i in ints(np.flatnonzero(asked)))
+    return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)

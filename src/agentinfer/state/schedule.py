@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from attrs import evolve
 
-from agentinfer.state.admit import affordable, blocks_wanted, claim, limit_of, promised, stop_ids
+from agentinfer.state.admit import affordable, blocks_wanted, claim, early, limit_of, promised, stop_ids
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import PARAMS, ColumnsDraft
-from agentinfer.state.engine import EngineState, find_running, known_tokens
+from agentinfer.state.engine import EngineState, find_running, find_waiting, known_tokens
 from agentinfer.state.ids import I32, BlockId, Row, SeqId, cdiv, every, ints, seal, total
-from agentinfer.state.layout import layout
+from agentinfer.state.layout import edits_of, layout, sampling_of
 from agentinfer.state.log import Queue
-from agentinfer.state.plan import Edit, Plan, SamplingColumns, TableEntries, Told
+from agentinfer.state.plan import Plan, TableEntries, Told
 from agentinfer.state.policy import NOBODY, Policy, Turn, needs, queue, reserve, throughput
 from agentinfer.state.request import edits_logits
 from agentinfer.state.sequence import Running, Waiting
@@ -216,6 +216,12 @@ def _admit(draft: _Draft, turn: Turn, rows: I32, count: I32, positions: int) -> 
                 spoken_for = promised(draft.state, draft.cols, ints(draft.order))
         if budget <= 0 or len(entered) >= vacant:
             break
+        if waiting.parent != waiting.seq:
+            entering = any(other.seq == waiting.parent for other in draft.admitted)
+            if entering or early(draft.state, waiting):
+                if turn.reserve and (entering or find_waiting(draft.state, waiting.parent) is None):
+                    break  # its blocks are spoken for: nobody overtakes it
+                continue
         run, start, n = _enter(draft, waiting, Row(next(free)), budget, spoken_for, reserve=turn.reserve)
         if run is None:
             break
@@ -335,11 +341,11 @@ def _finish(draft: _Draft, rows: I32, count: I32, start: I32, positions: int, tu
         inputs=inputs,
         samples=last,
         sample_rows=sample_rows,
-        sampling=_sampling(draft, sampled, length, before.sampling if before is not None and steady else None),
+        sampling=sampling_of(cols, sampled, length, before.sampling if before is not None and steady else None),
         tables=tuple(draft.tables),
         copies=tuple(draft.copies),
         preempted=tuple(w.seq for w in draft.preempted),
-        edits=before.edits if before is not None and steady else _edits(draft, sampled),
+        edits=before.edits if before is not None and steady else edits_of(cols, draft.running, sampled),
         told=tuple(draft.told),
         logprobs=before.logprobs if before is not None and steady else logprobs_wanted(cols, sampled),
         scored=None if steady else scored_by(cols, rows, start, end, draft.running),
@@ -394,31 +400,6 @@ def _leave_queues(draft: _Draft) -> tuple[Queue[Waiting], tuple[Waiting, ...]]:
     if left:
         waiting = Queue[Waiting].of(w for w in waiting if w.seq not in admitted)
     return waiting, tuple(sorted([*draft.preempted, *requeued], key=lambda w: w.seq))
-
-
-def _sampling(draft: _Draft, rows: I32, length: I32, before: SamplingColumns | None) -> SamplingColumns:
-    """How to choose the token at position *length* of each of *rows*. *before*: of the token before, if that helps."""
-    if before is not None and not before.banned:
-        params, index = before.params, before.index + 1
-    else:
-        params = draft.cols.params.take(rows, axis=0).view(PARAMS)[:, 0]
-        index = length - params["prompt"]
-    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    if before is None or before.banned:
-        held = length < params["floor"]
-        stops = draft.cols.stop
-        banned = tuple((i, tuple(t for t in ints(stops[rows[i]]) if t >= 0)) for i in ints(np.flatnonzero(held)))
-    seal(params, index)
-    return SamplingColumns(params, index, banned)
-
-
-def _edits(draft: _Draft, rows: I32) -> tuple[Edit, ...]:
-    """Which of the samples, one each of *rows*, have their logits edited."""
-    asked = draft.cols.edits.take(rows)
-    if not np.count_nonzero(asked):
-        return ()
-    runs = ((i, draft.running(rows[i])) for i in ints(np.flatnonzero(asked)))
-    return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)
 
 
 def full_tables(state: EngineState) -> tuple[TableEntries, ...]:

@@ -12,6 +12,7 @@ from agentinfer.state.engine import EngineState
 from agentinfer.state.ids import SeqId, cdiv, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Plan
+from agentinfer.state.sequence import Waiting
 from agentinfer.testing.ghost import Fault, Script
 from agentinfer.testing.ledger import Ledger, contents, reusable
 from agentinfer.testing.oracle import limit
@@ -46,6 +47,15 @@ def same_plan(one: Any, other: Any) -> str:
         if same_plan(getattr(one, name), getattr(other, name)):
             return name
     return ""
+
+
+def _awaits_parent(before: EngineState, waiting: Waiting, admitted: set[int]) -> bool:
+    """Whether *waiting* is a fork whose parent waits too, is *admitted* now, or has not landed what they share."""
+    for run in before.rows:
+        if run is not None and run.seq == waiting.parent:
+            return before.cols.written[run.row] < len(waiting.tokens) - 1
+    queued = {w.seq for w in (*before.requeued, *before.waiting)}
+    return waiting.parent != waiting.seq and (waiting.parent in queued or waiting.parent in admitted)
 
 
 @define(eq=False)
@@ -94,8 +104,8 @@ class Books:
                 raise Fault(f"step {plan.step} preempts sequence {seq}, which does not run")
             self.left(seq)
         self._hunger(plan, needs)
-        queue = [w.seq for w in (*before.requeued, *before.waiting)]
         admitted = {seq for seq in ints(plan.seqs) if seq not in self.done}
+        queue = [w.seq for w in (*before.requeued, *before.waiting) if not _awaits_parent(before, w, admitted)]
         if self.promises.in_order and admitted != set(queue[: len(admitted)]):
             raise Fault(f"step {plan.step} admits {sorted(admitted)} of those that wait, in order: {queue}")
         for seq, start, end in zip(ints(plan.seqs), ints(plan.start), ints(plan.context), strict=True):
