@@ -363,22 +363,25 @@ def test_rows_that_need_no_host_do_not_wait_for_it(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("at", [3, 6])
-@pytest.mark.parametrize("who", ["processor", "mask", "shape", "kind"])
+@pytest.mark.parametrize("who", ["processor", "mask", "mask of no shape", "shape", "kind"])
 def test_what_raises_on_the_host_fails_its_request_alone(
     folder: Path, answers: list[tuple[int, ...]], at: int, who: str, *, overlap: bool
 ) -> None:
     """It ends with the error and the tokens it had, blocks return, the others are served, and a trace agrees."""
 
     def broken(tokens: Sequence[int], logits: Tensor) -> Any:
-        if len(tokens) >= at and who != "mask":
+        if len(tokens) >= at and "mask" not in who:
             if who == "processor":
                 raise ZeroDivisionError("mine")
             return logits[1:] if who == "shape" else None
         return logits
 
-    def mask(_seq: SeqId, request: Request, tokens: tuple[int, ...]) -> None:
-        if who == "mask" and len(tokens) >= at and "broken" in request.params.logits_processors:
+    def mask(_seq: SeqId, request: Request, tokens: tuple[int, ...]) -> Any:
+        if "mask" not in who or len(tokens) < at or "broken" not in request.params.logits_processors:
+            return None
+        if who == "mask":
             raise ZeroDivisionError("mine")
+        return np.zeros(4, np.int32)
 
     engine = opened(folder, overlap=overlap)
     engine.machine = evolve(engine.machine, host=Host({**PROCESSORS, "broken": broken}, mask))
@@ -390,8 +393,14 @@ def test_what_raises_on_the_host_fails_its_request_alone(
     failed = results.pop(4)
     assert failed.finish_reason == "error"
     assert len(failed.output_ids) == at - 3
-    words = {"processor": "'broken': ZeroDivisionError: mine", "mask": "ZeroDivisionError: mine", "shape": "'broken'"}
-    assert words.get(who, "'broken': AttributeError") in str(failed.error)
+    words = {
+        "processor": "logits processor 'broken': ZeroDivisionError: mine",
+        "mask": "ZeroDivisionError: mine",
+        "mask of no shape": "ValueError: a mask of int32 (4,), not int32 (3,)",
+        "shape": "logits processor 'broken': RuntimeError",
+        "kind": "logits processor 'broken': AttributeError",
+    }
+    assert str(failed.error).startswith(words[who])
     assert [r.output_ids for r in results] == answers
     assert engine.world.state.pool.num_available == 80
     assert sum(isinstance(event, Raised) for event in recording.events) == 1

@@ -96,7 +96,7 @@ def completing(words: Sequence[Sequence[int]], output: Sequence[int]) -> Iterato
 
 
 def ask_host(
-    host: Host, edits: Sequence[Edit], known: Callable[[SeqId], tuple[int, ...] | None]
+    host: Host, edits: Sequence[Edit], known: Callable[[SeqId], tuple[int, ...] | None], vocab_size: int
 ) -> tuple[dict[int, Ready], list[Broken]]:
     """What the host has to say about the samples of *edits*. *known*: the tokens of a sequence; None: it has ended."""
     ready: dict[int, Ready] = {}
@@ -107,12 +107,19 @@ def ask_host(
             continue
         banned = tuple(completing(bad_tokens(params), tokens[len(edit.request.prompt) :]))
         try:
-            bits = None if host.mask is None else host.mask(edit.seq, edit.request, tokens)
+            bits = None if host.mask is None else _masked(host.mask, edit, tokens, -(-vocab_size // 32))
         except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
             broken.append((edit.seq, f"{type(error).__name__}: {error}"))
         else:
             ready[edit.sample] = Ready(tokens, banned, bits)
     return ready, broken
+
+
+def _masked(mask: Mask, edit: Edit, tokens: tuple[int, ...], words: int) -> I32 | None:
+    bits = mask(edit.seq, edit.request, tokens)
+    if bits is not None and (bits.shape != (words,) or bits.dtype != np.int32):
+        raise ValueError(f"a mask of {bits.dtype} {bits.shape}, not int32 ({words},)")
+    return bits
 
 
 def edit_on_device(

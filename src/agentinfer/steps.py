@@ -181,7 +181,7 @@ def finish(
         chosen, broken = late.chosen, list[Broken]()
         if late.logits_PV is not None:
             waiting = [edit for edit in plan.edits if edit.sample in late.which]
-            ready, broken = ask_host(m.host, waiting, known)
+            ready, broken = ask_host(m.host, waiting, known, m.limits.vocab_size)
             found, raised = choose_edited(m.ops, plan, late.which, late.logits_PV, m.host, ready, late.basis)
             chosen, broken = enter(chosen, late.which, found), broken + raised
         chosen = tp.broadcast(chosen)
