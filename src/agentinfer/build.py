@@ -12,7 +12,6 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 from attrs import Attribute, evolve, field, frozen
 
@@ -25,15 +24,13 @@ from agentinfer.ops.choose import choose, choose_traced
 from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.compiled import compiled_layer
 from agentinfer.ops.edit import no_tables
-from agentinfer.ops.inputs import by_hand
-from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_blocks_that_fit, renew
+from agentinfer.ops.kv import Donated, KvLayout, allocate, bytes_per_token, num_blocks_that_fit
 from agentinfer.ops.provide import Ops
-from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import cdiv
 from agentinfer.state.limits import Limits, instance, integer
-from agentinfer.state.plan import SamplingColumns
 from agentinfer.state.policy import POLICIES, Policy
-from agentinfer.steps import Device, Machine, new_last, prefill_step
+from agentinfer.steps import Device, Machine, new_last
+from agentinfer.trial import trial_steps, try_step, warmed
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +174,8 @@ def _build(
         graphs, placed = capture(machine, placed, bucket_sizes(machine.limits.max_num_seqs))
         machine = replaying(machine, graphs)
     _done("capture", device)
+    if device.type == "cuda":
+        placed = warmed(machine, placed)
     return machine, placed
 
 
@@ -213,7 +212,7 @@ def compiled(m: Machine, layouts: tuple[KvLayout, ...], backend: Any = "inductor
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's of itself
             warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)  # float32 is float32 here
             for rows in (2, 1):
-                placed = _try_step(m, placed, 0, [1] * rows)
+                placed = try_step(m, placed, 0, [1] * rows)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -241,7 +240,7 @@ def working_memory(m: Machine, layouts: tuple[KvLayout, ...], *, graphs: bool) -
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     for start, counts in trial_steps(limits):
-        placed = _try_step(m, placed, start, counts)
+        placed = try_step(m, placed, start, counts)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     if graphs:
@@ -250,43 +249,6 @@ def working_memory(m: Machine, layouts: tuple[KvLayout, ...], *, graphs: bool) -
     del placed
     torch.cuda.empty_cache()
     return taken
-
-
-def trial_steps(limits: Limits) -> list[tuple[int, list[int]]]:
-    """(position that each row begins at, positions it computes) of steps that show what any may need: the largest (few
-    long rows, as many rows as there can be, a chunk among decodes), and small ones of odd size.
-    """
-    budget, most, size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
-    longest = min(budget, limits.max_model_len)
-    few = [longest] * min(most, budget // longest)
-    many = [max(1, min(longest, budget // min(most, budget)))] * min(most, budget)
-    later = size if limits.max_model_len > size else 0
-    chunk = min(limits.max_model_len - later, max(1, budget - most + 1))
-    mixed = [chunk, *[1] * min(most - 1, budget - chunk)]
-    room = min(longest, limits.max_model_len - later)
-    largest = [(0, few), (0, many), (later, mixed)]
-    return [*largest, *((start, _rows(count, 3, most, room)) for count in (1, 5, 18, 40, 77) for start in (0, later))]
-
-
-def _rows(count: int, rows: int, most: int, room: int) -> list[int]:
-    """*count* positions, at most *room*, in *rows* rows or fewer: all but one have a single one."""
-    count = min(count, room)
-    rows = min(rows, most, count)
-    return [count - rows + 1, *[1] * (rows - 1)]
-
-
-def _try_step(m: Machine, placed: Donated[Device], start: int, counts: list[int]) -> Device:
-    blocks: list[list[int]] = []
-    first = 1
-    for count in counts:
-        blocks.append(list(range(first, first + cdiv(start + count, m.limits.block_size))))
-        first += len(blocks[-1])
-    x, kv = by_hand(placed.kv, [[0] * count for count in counts], [start] * len(counts), blocks)
-    logits_SV, kv = prefill_step(m, kv, x)
-    params = np.zeros(len(counts), PARAMS)
-    for params["temperature"], params["top_p"] in ((1.0, 0.9), (1.0, 1.0)):
-        m.ops.sample(logits_SV, SamplingColumns(params, np.zeros(len(counts), np.int32), ()))
-    return Device(renew(kv, "a trial of the largest steps"), placed.last, placed.edits)
 
 
 def _graph_memory(m: Machine, placed: Donated[Device]) -> tuple[int, Device]:
