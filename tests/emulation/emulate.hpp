@@ -49,7 +49,13 @@ struct Warp {
   bool flags[2][32];
 };
 struct Barrier { int arrived = 0; unsigned generation = 0; };
-struct Copy { unsigned char* to; const unsigned char* from; unsigned bytes; uint64_t* barrier; };
+struct Copy {
+  unsigned char* to;
+  const unsigned char* from;
+  unsigned bytes;
+  uint64_t* barrier;  // of copies that a thread has not tied to one yet: null
+  const void* owner;
+};
 struct Block {
   Index index;
   std::vector<unsigned char> bytes;
@@ -130,11 +136,20 @@ inline unsigned long long read_once_policy() { return 0; }
 inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b, unsigned long long = 0) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) fault = "a bulk copy is not of multiples of 16 bytes";
   std::memset(to, 0xff, bytes);
-  self->block->copies.push_back({(unsigned char*)to, (const unsigned char*)from, bytes, (uint64_t*)b});
+  self->block->copies.push_back({(unsigned char*)to, (const unsigned char*)from, bytes, (uint64_t*)b, self});
 }
+inline void copy_16(void* to, const void* from) { bulk_copy(to, from, 16, nullptr); }
+inline void await_copies(unsigned long long* b) {
+  for (Copy& c : self->block->copies) {
+    if (c.owner != self || c.barrier) continue;
+    c.barrier = (uint64_t*)b;
+    ((Word*)b)->bytes += c.bytes;
+  }
+}
+inline void prefetch(const void* p) { (void)*(volatile const char*)p; }
 inline void arrive_some(Block& block) {
   for (size_t i = 0; i < block.copies.size();) {
-    if (dice() % 4) { i++; continue; }
+    if (dice() % 4 || !block.copies[i].barrier) { i++; continue; }
     const Copy c = block.copies[i];
     block.copies.erase(block.copies.begin() + i);
     std::memcpy(c.to, c.from, c.bytes);

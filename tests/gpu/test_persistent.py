@@ -32,6 +32,8 @@ from row_steps import Case, case, check, inputs
 CUDA = torch.device("cuda", 0)
 Folder = Callable[[str, str], Path]
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+LIMIT = 3e-2
+"""Of the error of logits, as for other ops in bfloat16. Queries that are not normed, over random keys, come near it."""
 LIMIT_NS = 20_000_000
 MODELS = {
     "Qwen3-0.6B": {
@@ -71,7 +73,7 @@ def test_logits_and_keys_are_the_reference_s(tmp_path: Path, shape: str, block_s
     x, ops = case(tmp_path, CUDA, block_size, **{**SHAPES, **MODELS}[shape]), ops_of()
     for i, position in enumerate((0, 1, 15, 16, 130, 777, 2999)):
         at, kv = inputs(x.kv, 31 * i + 1, position)
-        error = check(x, stepped(x, ops, at, kv), 31 * i + 1, position)
+        error = check(x, stepped(x, ops, at, kv), 31 * i + 1, position, LIMIT)
         print(f"{shape}, {position} keys: {error:.4f}")
     [program] = kernel_of(ops).programs.values()
     assert persistent.where_late(program.mailbox) is None

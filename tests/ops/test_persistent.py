@@ -70,6 +70,9 @@ WIDE = {
         "hidden_size": 264, "intermediate_size": 4104, "num_attention_heads": 4, "num_key_value_heads": 1,
         "head_dim": 128,
     },
+    "four warps a row, uneven chunks": {
+        "hidden_size": 3592, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
     "two warps a row, groups of 7": {
         "hidden_size": 2304, "intermediate_size": 256, "num_attention_heads": 14, "num_key_value_heads": 2,
     },

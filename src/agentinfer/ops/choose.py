@@ -23,7 +23,6 @@ HALVES: Final = (torch.bfloat16, torch.float16)
 UNRUN: Final = MappingProxyType(
     {
         "flash-attn": "no wheel fits the hardware that this version was measured on: its calls are tested, not run",
-        "persistent": "its kernel has been run on a CPU only, thread by thread",
         "torch": "needs torch 2.13; this version was measured with 2.11: its calls are tested, not run",
     }
 )

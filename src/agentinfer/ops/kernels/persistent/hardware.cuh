@@ -1,4 +1,4 @@
-// What the persistent kernel needs of the hardware: barriers in shared memory, bulk copies, packets, clocks. An emulation
+// What the persistent kernel needs of the hardware: barriers in shared memory, copies, packets, clocks. An emulation
 // brings the same functions (tests/emulation).
 #pragma once
 
@@ -35,9 +35,14 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* b, u64 policy)
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
-DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+DEVICE void copy_16(void* to, const void* from) {  // 16 bytes, by this thread, not awaited
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE void await_copies(u64* b) {  // the barrier also waits for this thread's copies so far, from now on
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+DEVICE void prefetch(const void* p) {  // the line of p into the cache of all multiprocessors
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 DEVICE void store_packet(u64* p, u64 v) {

@@ -11,7 +11,7 @@ typedef long long i64;
 #endif
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
-constexpr int TILE = SLOT / (4 * DIM);     // keys and values of a slot
+constexpr int UNIT = 16, TILE = SLOT / (4 * DIM) / UNIT * UNIT;  // keys and values of a slot, in whole units
 constexpr int NOTHING = -1000000000;       // the maximum of no scores
 constexpr u32 ALL = 0xffffffffu, LAST = 0x7fffffffu;
 constexpr u32 NANS = 0x7fc07fc0u;          // two bfloat16 that are no numbers, and one float32
@@ -75,6 +75,7 @@ DEVICE int first_of(int n, int block) { return (int)((i64)n * block / GRID); }
 // Of attention: see there.
 constexpr int OCTETS = DIM / 64, TEAMS = GROUP <= 2 ? 1 : GROUP <= 4 ? 2 : GROUP <= 8 ? 4 : 8;
 constexpr int HEADS_A_WARP = (GROUP + TEAMS - 1) / TEAMS, KEY_WARPS = WARPS / TEAMS, MINE = OCTETS * 8;
+static_assert(TILE > 0, "a unit of keys does not fit a slot");
 static_assert(GROUP <= 16 && (DIM == 64 || DIM == 128), "no program for these heads");
 
 struct Attention {  // in shared memory

@@ -40,7 +40,8 @@ struct Keys {  // this block's share of the keys of earlier steps
   bool some, newest;
 };
 DEVICE Keys keys_of(int b, int position) {
-  const int share = (position + SPLITS - 1) / SPLITS, split = b % SPLITS, from = min(split * share, position);
+  const int share = ((position + SPLITS - 1) / SPLITS + UNIT - 1) / UNIT * UNIT;
+  const int split = b % SPLITS, from = min(split * share, position);
   const bool some = b < KV_HEADS * SPLITS;
   return {b / SPLITS, from, some ? min(from + share, position) : from, some, some && split == SPLITS - 1};
 }
@@ -59,6 +60,29 @@ DEVICE void produce(const Params& P, Ring& r, const Rows& n, const Keys& keys) {
   }
   for (int row = n.head; row < n.head_end; row += AT_ONCE) {
     feed_rows<HIDDEN>(r, P.head, row, min(n.head_end, row + AT_ONCE), once);
+  }
+}
+
+// The small weights of a layer, into the cache while the layer before it goes on: when they are needed, the memory has
+// megabytes of others to bring first. Each line of a norm is fetched by one block; lanes do one thing each.
+DEVICE void prefetch_layer(const Params& P, int l, const Rows& n) {
+  const Layer& w = P.layers[l];
+  const int lane = threadIdx.x % 32;
+  if (lane < 2) {
+    const u16* norm = lane ? w.ffn_norm : w.attn_norm;
+    for (int at = blockIdx.x * 64; at < HIDDEN; at += GRID * 64) prefetch(norm + at);
+  } else if (lane < 6) {
+    const u16* norm = lane < 4 ? w.q_norm : w.k_norm;
+    if (norm && lane % 2 * 64 < DIM) prefetch(norm + lane % 2 * 64);
+  } else if (lane < 16) {
+    const int i = (lane - 6) / 2;
+    const u16* bias[5] = {w.qkv_bias, w.o_bias, w.gate_up_bias, w.gate_up_bias, w.down_bias};
+    const int from[5] = {n.qkv, n.out, n.ffn, INTER + n.ffn, n.out};
+    const int to[5] = {n.qkv_end, n.out_end, n.ffn_end, INTER + n.ffn_end, n.out_end};
+#pragma unroll
+    for (int k = 0; k < 5; k++) {
+      if (k == i && bias[k] && from[k] < to[k]) prefetch(bias[k] + (lane % 2 ? to[k] - 1 : from[k]));
+    }
   }
 }
 
@@ -204,7 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   if (t < (n.out_end - n.out) / 2) {
     residual[0] = wide(embedded[n.out + 2 * t]), residual[1] = wide(embedded[n.out + 2 * t + 1]);
   }
+  if (t / 32 == WARPS - 1) {
+    prefetch_layer(P, 0, n);
+    for (int at = (blockIdx.x * 32 + t % 32) * 64; at < HIDDEN; at += GRID * 2048) prefetch(P.norm + at);
+  }
   for (int l = 0; l < LAYERS; l++) {
+    if (l + 1 < LAYERS && t / 32 == WARPS - 1) prefetch_layer(P, l + 1, n);
     layer(P, l, step * LAYERS + l + 1, r, s, n, keys, position, embedded, residual, wt);
   }
   logits(P, step * LAYERS + LAYERS, r, s, n, wt);

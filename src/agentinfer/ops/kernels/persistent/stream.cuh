@@ -27,22 +27,30 @@ template <int K> DEVICE void feed_rows(Ring& r, const u16* weight, int from, int
   }
 }
 
+// Keys and values lie in rows of DIM numbers. Short bulk copies take 50 cycles each, so lanes copy 16 bytes each. UNIT
+// keys that begin at a multiple of it lie in one block of the cache.
 DEVICE void feed_keys(Ring& r, const Params& P, const Layer& w, const int* table, int head, int from, int to) {
-  const int lane = threadIdx.x % 32;
+  constexpr int LANES = DIM / 8, AT_ONCE = 32 / LANES, APART = KV_HEADS * DIM;  // a row is LANES copies
+  const int lane = threadIdx.x % 32, block = (int)P.block, part = lane % LANES * 8;
   for (int key = from; key < to; key += TILE) {
     const int n = min(TILE, to - key);
-    if (lane == 0) {
-      wait(r.empty + r.slot, r.parity ^ 1);
-      expect(r.full + r.slot, n * DIM * 4);
-    }
+    if (lane == 0) wait(r.empty + r.slot, r.parity ^ 1);
     __syncwarp();
-    u16* there = (u16*)r.here();
-    for (int i = lane; i < n; i += 32) {
-      const int token = key + i, block = (int)P.block;
-      const i64 at = ((i64)table[token / block] * block + token % block) * (KV_HEADS * DIM) + head * DIM;
-      bulk_copy(there + i * DIM, w.k + at, DIM * 2, r.full + r.slot);
-      bulk_copy(there + (TILE + i) * DIM, w.v + at, DIM * 2, r.full + r.slot);
+    u16* there = (u16*)r.here() + part;
+    for (int unit = 0; unit < n; unit += UNIT) {
+      const int token = key + unit;
+      const i64 at = ((i64)table[token / block] * block + token % block) * APART + head * DIM + part;
+#pragma unroll
+      for (int j = 0; j < UNIT / AT_ONCE; j++) {
+        const int i = j * AT_ONCE + lane / LANES;
+        if (unit + i >= n) continue;
+        copy_16(there + (unit + i) * DIM, w.k + at + i * APART);
+        copy_16(there + (TILE + unit + i) * DIM, w.v + at + i * APART);
+      }
     }
+    await_copies(r.full + r.slot);
+    __syncwarp();
+    if (lane == 0) arrive(r.full + r.slot);
     r.next();
   }
 }
@@ -183,6 +191,12 @@ template <int K> DEVICE void load_sent(const u64* box, u32 tag, int phase, Wait&
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       if (PAIRS % THREADS == 0 || tid + i * THREADS < PAIRS) missing |= 1u << i;
+    }
+    if (FIRST && EACH > 1) {
+      poll(w, phase, [&] {
+        v[0] = load_packets(box + tid * 2);
+        return is(v[0].x, tag);
+      });
     }
     poll(w, phase, [&] {
 #pragma unroll
