@@ -556,7 +556,7 @@ def edit_lines(path: Path, edit: Callable[[list[str]], list[str]]) -> None:
         (lambda lines: lines[1:], "not a trace"),
         (lambda lines: [*lines[:-1], lines[-1][:20]], "no valid JSON"),
         (lambda lines: [lines[0], "[]", *lines[1:]], "line 2: no JSON object"),
-        (lambda lines: [lines[0].replace('"agentinfer_trace": 1', '"agentinfer_trace": 99'), *lines[1:]], "version 99"),
+        (lambda lines: [lines[0].replace('"agentinfer_trace": 2', '"agentinfer_trace": 99'), *lines[1:]], "version 99"),
         (lambda lines: [lines[0].replace("throughput", "chance"), *lines[1:]], "policy 'chance' is none of"),
         (lambda lines: [lines[0].replace('"block_size": 4', '"block_size": 0'), *lines[1:]], "block_size"),
         (lambda lines: [lines[0].replace('"block_size"', '"size"'), *lines[1:]], "size"),

@@ -240,6 +240,34 @@ def test_text_stops_where_it_did(tmp_path: Path) -> None:
         assert got.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("rejection", [False, True])
+def test_all_that_a_request_can_ask_for_beside(rejection: bool, folder: Path) -> None:
+    """Several completions, log-probabilities of prompt and output, in chunks: the whole results are those without."""
+    params = [
+        SamplingParams(max_tokens=16, temperature=0.9, seed=3, n=3, ignore_eos=True),
+        SamplingParams(max_tokens=16, temperature=0.9, seed=4, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(max_tokens=16, temperature=0.0, logprobs=3, stop_token_ids=tuple(range(0, 90, 4)), n=1),
+    ]
+    tally = Tally()
+    plain, fast = small(folder, max_num_batched_tokens=20), small(folder, tally, max_num_batched_tokens=20)
+    propose = draft_model(small(folder), 3, rejection=rejection)
+    for _ in range(2):
+        want = loop.generate(plain, PROMPTS[:3], params)
+        got = generate(fast, PROMPTS[:3], params, propose=propose)
+        for one, other in zip(want, got, strict=True):
+            assert [x.output_ids for x in one.outputs] == [x.output_ids for x in other.outputs]
+            assert [said(x.logprobs) for x in one.outputs] == [pytest.approx(said(x.logprobs)) for x in other.outputs]
+            assert said(one.prompt_logprobs) == pytest.approx(said(other.prompt_logprobs))
+        assert violations(fast.world.state) == []
+    assert tally.accepted == tally.drafts > 80
+
+
+def said(logprobs: Sequence[Any] | None) -> list[float]:
+    """The numbers in *logprobs*."""
+    found = [one for one in logprobs or () if one is not None]
+    return [x for one in found for x in (one.token_id, one.logprob, one.rank, *one.top_ids, *one.top_logprobs)]
+
+
 def test_a_stream_that_is_speculated_on_for_a_while(folder: Path, wanted: list[tuple[int, ...]]) -> None:
     """Going over to drafts and back in the middle of a stream, with steps in flight, changes no token."""
     engine = small(folder)

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from agentinfer.state.ids import SeqId, tupled
 from agentinfer.state.request import Request, check_seeds
 
-VERSION = 1
+VERSION = 2
 """Of the union: a trace of another version is refused."""
 
 
