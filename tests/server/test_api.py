@@ -339,6 +339,10 @@ def test_unknown_fields_are_ignored_aloud(server: Server, caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()] == [
         "fields that are ignored in requests: foo, user, store, tempreture"
     ]
+    odd = {"prompt": "a", "max_tokens": 1, "": 1, "\r\nX: y": 2, "\u00e9 ": 3, "x" * 100_000: 4}
+    header = server.post(COMPLETIONS, odd).headers["x-ignored-fields"]
+    assert header == f"%0D%0AX%3A%20y, %C3%A9%20, {'x' * 64}"
+    assert "x-ignored-fields" not in server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "": 1}).headers
     neutral = {"prompt": "a", "max_tokens": 1, "best_of": 1, "suffix": "", "use_beam_search": False}
     assert "x-ignored-fields" not in server.post(COMPLETIONS, neutral).headers
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 from starlette.responses import Response
@@ -125,11 +126,6 @@ async def _gone(receive: Receive) -> None:
 
 
 def ignored_header(scope: Scope) -> dict[str, str] | None:
-    """Tells a client which of its fields had no effect."""
-    ignored = scope.get("agentinfer.ignored")
-    if not ignored:
-        return None
-    names = ", ".join(name[:64] for name in ignored[:16])
-    return {
-        "X-Ignored-Fields": names.encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
-    }
+    """Tells a client which of its fields had no effect; percent-encoded, for a name may be any text."""
+    names = [quote(name[:64]) for name in scope.get("agentinfer.ignored", ())[:16] if name]
+    return {"X-Ignored-Fields": ", ".join(names)} if names else None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from agentinfer.server import chat, completions, page, plain, tokens
+from agentinfer.server import chat, completions, openapi, page, plain, tokens
 from agentinfer.server.answer import problem_response
 from agentinfer.server.guard import Keys, guarded
 from agentinfer.server.metrics import note_refusal
@@ -44,6 +44,7 @@ def _routes(site: Site) -> list[BaseRoute]:
         *([route("GET", "/", page.page)] if site.ui else []),
         route("GET", "/health", plain.health),
         route("GET", "/version", plain.version),
+        route("GET", "/openapi.json", openapi.openapi),
         route("GET", "/load", plain.load),
         route("GET", "/metrics", plain.metrics),
         route("GET", "/v1/models", plain.models),

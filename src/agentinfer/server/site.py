@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from attrs import evolve, field, frozen
@@ -126,7 +127,7 @@ def _warn(site: Site, names: Sequence[str]) -> None:
     new = [name for name in names if name not in site.warned]
     if new and len(site.warned) < _MOST_WARNED:
         site.warned.update(new)
-        _log.warning("fields that are ignored in requests: %s", ", ".join(name[:100] for name in new))
+        _log.warning("fields that are ignored in requests: %s", ", ".join(quote(name[:64]) for name in new))
 
 
 async def in_pool(site: Site, work: Callable[[], Found]) -> Found:
