@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 import sources
 
-UNPINNED = {"vllm", "flash-attn"}  # one pins another torch, the other is compiled
+UNPINNED = {"vllm", "flash-attn", "clients"}  # one pins another torch, one is compiled, one is for tests that want it
 TESTED = {"torch": ("2.11.0", "2.13.0"), "transformers": ("5.17.0", "5.24.0")}
 
 
@@ -40,7 +40,7 @@ def test_few_dependencies() -> None:
 def test_extras() -> None:
     """The extras are those that the documentation names, and none asks for another."""
     extras = project()["optional-dependencies"]
-    assert set(extras) == {"vllm", "flash-attn", "serve", "structured", "demo", "dev", "docs"}
+    assert set(extras) == {"vllm", "flash-attn", "clients", "serve", "structured", "demo", "dev", "docs"}
     assert not [text for group in extras.values() for text in group if text.startswith("agentinfer")]
 
 
