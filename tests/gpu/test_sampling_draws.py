@@ -18,23 +18,13 @@ from agentinfer.build import Settings
 from agentinfer.loop import Engine, advance, generate, open_engine
 from agentinfer.ops import edit
 from agentinfer.ops.kernels.edit import edit_rows
+from agentinfer.ops.kernels.sample import sample_tokens
 from agentinfer.ops.sample import words
 from agentinfer.state.request import Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(draws.CASES)
 Folder = Callable[[str, str], Path]
-
-
-def sampled(logits: Tensor, asked: Any) -> Tensor:
-    """The tokens of one step."""
-    from agentinfer.ops.kernels.sample import sample_tokens
-
-    count = len(logits)
-    tokens, ok = torch.zeros((2, count), dtype=torch.int64, device="cuda")
-    params, index = torch.from_numpy(words(asked)).cuda(), torch.from_numpy(asked.index).cuda()
-    sample_tokens(logits, params, index, tokens, ok)
-    return torch.where(ok > 0, tokens, -1)
 
 
 def logits_of(name: str, count: int) -> Tensor:
@@ -48,15 +38,22 @@ def logits_of(name: str, count: int) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_have_the_exact_distribution(name: str, batch: int) -> None:
-    """100,000 draws of each filter, alone and together, in steps of one sample and of 64."""
-    params, total = draws.CASES[name], 100_000 // batch * batch
-    counts = torch.zeros(len(draws.LOGITS), dtype=torch.int64, device="cuda")
+    """100,000 draws of each filter, alone and together, in steps of one sample and of 64: half of one seed and many
+    output indices, half of many seeds.
+    """
+    case, total = draws.CASES[name], 100_000 // batch * batch
+    numbers = np.arange(total)
+    many = numbers % 2 == 0
+    asked = draws.columns(case, np.where(many, numbers, 7), np.where(many, 0, numbers).astype(np.int32))
+    params, index = torch.from_numpy(words(asked)).cuda(), torch.from_numpy(asked.index).cuda()
+    tokens, ok = torch.zeros((2, total), dtype=torch.int64, device="cuda")
+    raw = logits_of(name, batch)
     for first in range(0, total, batch):
-        numbers = np.arange(first, first + batch)
-        many = numbers % 2 == 0
-        asked = draws.columns(params, np.where(many, numbers, 7), np.where(many, 0, numbers).astype(np.int32))
-        counts += torch.bincount(sampled(logits_of(name, batch), asked), minlength=len(counts))
-    draws.check(counts.cpu().numpy(), draws.exact(draws.edited(params), params), name)
+        step = slice(first, first + batch)
+        sample_tokens(raw.clone(), params[step], index[step], tokens[step], ok[step])
+    assert bool(ok.all())
+    counts = torch.bincount(tokens, minlength=len(draws.LOGITS)).cpu().numpy()
+    draws.check(counts, draws.exact(draws.edited(case), case), name)
 
 
 @pytest.mark.parametrize("vocab", [151_936, 5_001])
