@@ -361,6 +361,8 @@ def test_a_malformed_line_is_wrong_usage(call: Call, model: Path, tmp_path: Path
         ("plan MODEL --memory-gib 0", "--memory-gib: must be a number in (0, "),
         ("plan MODEL --memory-gib 1e300", "--memory-gib: must be in (0, 1e+06], not 1e+300"),
         ("plan MODEL --tp 3", "--tp: 3 ranks can not share 4 heads"),
+        ("plan MODEL --tp 2 --ep", "--ep: Qwen3ForCausalLM has no experts to spread over ranks"),
+        ("generate MODEL --prompt-ids 1 --ep", "--ep: Qwen3ForCausalLM has no experts to spread over ranks"),
         ("chat MODEL --num-blocks 64", "has no tokenizer, so it can not chat"),
         ("replay /no/such/trace", "/no/such/trace: No such file"),
     ],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 
+import deepseeks
 import tiny
 from agentinfer import speculative
 from agentinfer.build import Settings, build
@@ -73,8 +74,8 @@ GROUPS = pytest.mark.parametrize(
 )
 
 
-def of(group: Group) -> Ranks:
-    return Ranks(group, ep=False, device=torch.device("cpu"))
+def of(group: Group, *, ep: bool = False) -> Ranks:
+    return Ranks(group, ep=ep, device=torch.device("cpu"))
 
 
 @GROUPS
@@ -132,7 +133,7 @@ def together(
 
     def work(group: Group) -> Any:
         policy = watched(follower if group.rank else throughput, digests[group.rank])
-        machine, device = build(folder, settings, (), policy, ranks=of(group))
+        machine, device = build(folder, settings, (), policy, ranks=of(group, ep=settings.ep))
         if group.rank:
             return digest(follow(machine, device, hear(group.rank), Pulse()))
         engine = start(machine, device)
@@ -172,6 +173,20 @@ def test_ranks_fold_the_same_states_and_answer_as_one(
     assert all(len(each) > 30 for each in steps)
     for other in steps[1:]:
         assert [name for name in steps[0] if name in set(other)] == other
+
+
+@GROUPS
+def test_experts_spread_over_ranks_answer_as_one(tmp_path: Path, size: int, kind: Callable[..., list[Any]]) -> None:
+    """Whole experts on each rank change no token."""
+    folder, settings = deepseeks.write(tmp_path), evolve(SETTINGS, ep=True)
+
+    def drive(engine: Engine) -> Any:
+        return {name: generate(engine, PROMPTS, params(**how)) for name, how in WORKS}
+
+    want = drive(open_engine(folder, SETTINGS))
+    found, _ = together(folder, size, kind, drive, settings)
+    for name, _ in WORKS:
+        assert [r.output_ids for r in found[name]] == [r.output_ids for r in want[name]], name
 
 
 def test_aborts_forks_and_preemption_reach_all_ranks(folder: Path) -> None:

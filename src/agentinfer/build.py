@@ -95,6 +95,8 @@ class Settings:
     """Layers are one function that torch.compile made, in captured graphs and out of them."""
     dummy_weights: bool = field(default=False, validator=instance(bool))
     """Weights drawn at random, of a folder that need hold nothing but config.json."""
+    ep: bool = field(default=False, validator=instance(bool))
+    """Experts are spread over the ranks, each whole on one of them, instead of each being cut by width."""
     max_logprobs: int = field(default=20, validator=integer(0))
     """Likeliest tokens that a request may be told of beside each of its own."""
     logprobs_mode: str = field(default=RAW, validator=_one_of(*MODES))
@@ -119,7 +121,7 @@ def build(
     *ranks*: None is one rank, on the device of the settings.
     Raises CheckpointError for the folder, InvalidSetting for the settings.
     """
-    ranks = alone(device_of(settings.device)) if ranks is None else ranks
+    ranks = alone(device_of(settings.device), ep=settings.ep) if ranks is None else ranks
     device = ranks.device
     try:
         return _build(folder, settings, eos_ids, policy, ops, ranks)
@@ -141,7 +143,7 @@ def _build(
     layouts = _layouts(chosen, settings, ranks)
     limits = _limits(chosen, settings, eos_ids, layouts, _memory(settings, device))
     if ops is None:
-        heads = chosen.heads(chosen.config, ranks.tp.size)
+        heads = chosen.shape_on(ranks.tp.size, ep=ranks.ep)
         site = (settings.ops, device, layouts[0].dtype, heads, settings.block_size)
         ops = choose_traced(*site) if settings.compile else choose(*site)[0]
     load = dummy_model if settings.dummy_weights else load_model
@@ -203,7 +205,7 @@ def compiled(m: Machine, layouts: tuple[KvLayout, ...], backend: Any = "inductor
     """
     if m.ops.traced is None:
         raise InvalidSetting("compile", f"{m.ops.name}: torch.compile can not trace these ops whole")
-    heads = m.model.heads(m.model.config, m.ranks.tp.size)
+    heads = m.model.shape_on(m.ranks.tp.size, ep=m.ranks.ep)
     wrap = partial(compiled_layer, traced=m.ops.traced, shape=heads, backend=backend)
     m = evolve(m, model=evolve(m.model, forward=m.model.forward_through(wrap)))
     placed = new_device(evolve(m.limits, num_blocks=2, max_num_seqs=2), layouts, m.ranks.device)

@@ -49,6 +49,7 @@ def memory_plan(
     kv_gib: float | None = None,
     dtype: str | None = None,
     tp: int = 1,
+    ep: bool = False,
     block_size: int = 16,
     kv_utilization: float = 0.85,
     reserve_gib: float = 2.0,
@@ -56,8 +57,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """How the model in *folder* would fill devices of *memory_gib*, read from its config.json alone.
 
-    *kv_gib*: GiB of KV on each, instead of the rule. No block fits: num_blocks is 0, and no error.
-    Raises CheckpointError; InvalidSetting for tp or dtype.
+    *kv_gib*: GiB of KV on each, instead of the rule. *ep*: experts are spread over the devices, not cut. No block fits:
+    num_blocks is 0, and no error.
+    Raises CheckpointError; InvalidSetting for tp, ep or dtype.
     """
     if not 0 < memory_gib <= 1e6:
         raise InvalidSetting("memory_gib", f"must be in (0, 1e+06], not {memory_gib!r}")
@@ -73,7 +75,7 @@ def memory_plan(
     length = most if max_model_len is None else max_model_len
     if length > most:
         raise InvalidSetting("max_model_len", f"{length}; the model is made for 1 to {most} tokens")
-    sizes = weight_sizes(model, tp)
+    sizes = weight_sizes(model, tp, ep=ep)
     per_token = bytes_per_token(kv_layout(model, tp, block_size))
     memory = int(memory_gib * GIB)
     left = max(0, memory - sizes.rank_bytes)

@@ -186,7 +186,7 @@ def open_ranks(
         return
     folder = Path(folder)
     model = read_config(folder)
-    model.check_tp(model.config, tp)
+    model.packed_on(tp, ep=settings.ep)  # what can not be shared is said before anybody starts
     check_device(settings, tp if place is None else 1)
     text, pulse = load_text(folder), Pulse(deadline_s=_LOAD_S)
     eos = eos_union((), text)
@@ -250,7 +250,7 @@ def _machine(
     comm = connect(store, f"{place.run}/tp", place.rank, place.size, device, lifeline.pulse)
     lifeline.give_up = comm.abandon
     lifeline.check()
-    return build(folder, settings, eos, ranks=Ranks(comm.group(place.rank), ep=False, device=device))
+    return build(folder, settings, eos, ranks=Ranks(comm.group(place.rank), ep=settings.ep, device=device))
 
 
 @contextmanager

@@ -58,11 +58,13 @@ def load(folder: Path, block_size: int = 4) -> Driver:
     return Driver(*load_model(folder, None, ranks), ranks, block_size)
 
 
-def tensor_parallel(folder: Path, size: int, work: Sequence[Mapping[int, Sequence[int]]]) -> list[dict[int, Tensor]]:
+def tensor_parallel(
+    folder: Path, size: int, work: Sequence[Mapping[int, Sequence[int]]], *, ep: bool = False
+) -> list[dict[int, Tensor]]:
     """The logits of each step of *work* with *size* ranks as threads; asserts that all ranks have the same."""
 
     def rank(group: Any) -> list[dict[int, Tensor]]:
-        ranks = Ranks(group, ep=False, device=torch.device("cpu"))
+        ranks = Ranks(group, ep=ep, device=torch.device("cpu"))
         driver = Driver(*load_model(folder, None, ranks), ranks)
         return [driver.step(x) for x in work]
 

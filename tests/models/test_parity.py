@@ -116,6 +116,19 @@ def test_tensor_parallel(case: tiny.Tiny, size: int) -> None:
     assert drive.worst(got[0][2], wanted(case, tuple(OTHERS[1]))) < CLOSE
 
 
+EXPERTS = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-odd", "qwen3-moe"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", EXPERTS, indirect=True)
+def test_expert_parallel(case: tiny.Tiny, size: int) -> None:
+    """With whole experts spread over 2 and 4 ranks the logits are those of transformers, whoever has tokens."""
+    steps = [{1: TOKENS[:10], 2: OTHERS[1]}, {1: TOKENS[10:24]}, {1: TOKENS[24:25]}, {1: TOKENS[25:]}]
+    got = drive.tensor_parallel(case.folder, size, steps, ep=True)
+    assert drive.worst(torch.cat([x[1] for x in got]), wanted(case)) < CLOSE
+    assert drive.worst(got[0][2], wanted(case, tuple(OTHERS[1]))) < CLOSE
+
+
 @pytest.mark.parametrize(
     "case", ["qwen2", "qwen3-window", "llama-bias", "deepseek-v2", "deepseek-v3", "qwen3-moe"], indirect=True
 )

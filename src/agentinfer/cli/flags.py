@@ -237,6 +237,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tp", metavar="N", type=integer(1), help="processes that share the model (default: 1, or torchrun's)"
     )
+    group.add_argument("--ep", action="store_true", help="spread whole experts over them, instead of cutting each one")
     group.add_argument(
         "--step-timeout",
         metavar="S",
@@ -280,6 +281,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", metavar="N", type=integer(1), default=1, help="devices that share the model (default: %(default)s)"
     )
+    parser.add_argument("--ep", action="store_true", help="spread whole experts over them, instead of cutting each one")
     parser.add_argument(
         "--block-size", metavar="N", type=integer(1), default=16, help="tokens a KV block (default: %(default)s)"
     )

@@ -67,6 +67,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         eager=args.eager,
         compile=args.compile,
         dummy_weights=args.dummy_weights,
+        ep=args.ep,
         **({"max_logprobs": args.max_logprobs} if hasattr(args, "max_logprobs") else {}),
     )
 

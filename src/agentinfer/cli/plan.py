@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
             kv_gib=kv_gib,
             dtype=args.dtype,
             tp=args.tp,
+            ep=args.ep,
             block_size=args.block_size,
             kv_utilization=args.kv_utilization,
             reserve_gib=args.reserve_gib,

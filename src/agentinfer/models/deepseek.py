@@ -140,7 +140,7 @@ def ready(c: DeepseekConfig, w: Weights[PackedLatentLayer[Tensor], Tensor], max_
 
     def layer(x: PackedLatentLayer[Tensor]) -> PackedLatentLayer[Tensor]:
         kv_b = x.kv_b.view(-1, c.nope_dim + c.value_dim, c.kv_lora_rank)
-        return evolve(x, kv_b=kv_b, ffn=mlp.stacked(x.ffn, c.experts.num_experts))
+        return evolve(x, kv_b=kv_b, ffn=mlp.stacked(x.ffn))
 
     return decoder.ready(w, cos_sin(c.rope, max_positions, w.embed.device), layer)
 
@@ -183,8 +183,8 @@ def forward(
 
     *run*: `layer`, or what was made of it.
     """
-    tp = ranks.tp
-    shared = Shared(ops, tp, local_shape(c, tp.size), c.experts.routing, c.norm_eps, c.scale, w.cos_sin)
+    tp, routing = ranks.tp, mlp.local_routing(c.experts, ranks)
+    shared = Shared(ops, tp, local_shape(c, tp.size), routing, c.norm_eps, c.scale, w.cos_sin)
     windows = (None,) * c.num_layers
     return decoder.forward(w, ops, tp, kv, x, run, shared, windows, c.norm_eps, c.vocab_size)
 

@@ -12,9 +12,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from agentinfer.errors import InvalidSetting
 from agentinfer.models.expert_config import ExpertConfig
 from agentinfer.models.weights import Spec
-from agentinfer.ops.comm import Group
+from agentinfer.ops.comm import Group, Ranks
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.provide import Ops, Stream
 
@@ -63,24 +64,26 @@ class PackedExperts(Generic[A]):
     shared: PackedMlp[A] | None
 
 
-def mlp_specs(prefix: str, hidden: int, width: int) -> Mlp[Spec]:
-    """The weights of an MLP under *prefix*, cut by width."""
+def mlp_specs(prefix: str, hidden: int, width: int, expert: tuple[int, int] | None = None) -> Mlp[Spec]:
+    """The weights of an MLP under *prefix*, cut by width. *expert*: which one of how many it is, if it is one."""
     return Mlp(
-        gate=Spec(prefix + "gate_proj.weight", (width, hidden), 0, pad=True),
-        up=Spec(prefix + "up_proj.weight", (width, hidden), 0, pad=True),
-        down=Spec(prefix + "down_proj.weight", (hidden, width), 1, pad=True),
+        gate=Spec(prefix + "gate_proj.weight", (width, hidden), 0, pad=True, expert=expert),
+        up=Spec(prefix + "up_proj.weight", (width, hidden), 0, pad=True, expert=expert),
+        down=Spec(prefix + "down_proj.weight", (hidden, width), 1, pad=True, expert=expert),
     )
 
 
 def expert_specs(c: ExpertConfig, prefix: str, hidden: int) -> Experts[Spec]:
-    """The weights of a layer of experts under *prefix*: each expert cut by width, the router whole and in float32."""
-    wide = torch.float32
+    """The weights of a layer of experts under *prefix*: each expert cut by width, unless `spread_experts` makes another
+    thing of it; the router whole and in float32.
+    """
+    wide, count = torch.float32, c.num_experts
     bias = Spec(prefix + "gate.e_score_correction_bias", (c.num_experts,), dtype=wide, kind="bias")
     shared = mlp_specs(prefix + "shared_experts.", hidden, c.shared_width)
     return Experts(
         router=Spec(prefix + "gate.weight", (c.num_experts, hidden), dtype=wide),
         bias=bias if c.biased else None,
-        each=tuple(mlp_specs(f"{prefix}experts.{i}.", hidden, c.width) for i in range(c.num_experts)),
+        each=tuple(mlp_specs(f"{prefix}experts.{i}.", hidden, c.width, (i, count)) for i in range(count)),
         shared=shared if c.shared_width else None,
     )
 
@@ -108,22 +111,34 @@ def pack_ffn(
     return pack_mlp(w, join) if isinstance(w, Mlp) else pack_experts(w, join)
 
 
-def stacked(
-    w: PackedMlp[Tensor] | PackedExperts[Tensor], num_experts: int
-) -> PackedMlp[Tensor] | PackedExperts[Tensor]:
-    """*w*, where it is experts with one matrix an expert; views of the same memory."""
+def stacked(w: PackedMlp[Tensor] | PackedExperts[Tensor]) -> PackedMlp[Tensor] | PackedExperts[Tensor]:
+    """*w*, where it is experts with one matrix an expert that this rank has; views of the same memory."""
     if isinstance(w, PackedMlp):
         return w
-
-    def by_expert(x: Tensor) -> Tensor:
-        return x.view(num_experts, -1, x.shape[-1])
-
-    return evolve(w, gate_up=by_expert(w.gate_up), down=by_expert(w.down))
+    hidden, width = w.gate_up.shape[1], w.down.shape[1]
+    return evolve(w, gate_up=w.gate_up.view(-1, 2 * width, hidden), down=w.down.view(-1, hidden, width))
 
 
 def expert_shape(c: ExpertConfig, tp: int) -> ExpertShape | None:
-    """The experts of one of *tp* ranks; None where no layer has any."""
+    """The experts of one of *tp* ranks, cut by width; None where no layer has any."""
     return ExpertShape(c.num_experts, c.routing.top_k, -(-c.width // tp)) if any(c.layers) else None
+
+
+def check_spread(c: ExpertConfig | None, name: str, ranks: int) -> None:
+    """Whether each of *ranks* can have as many of the experts of a model called *name*. Raises InvalidSetting."""
+    if c is None or not any(c.layers):
+        raise InvalidSetting("ep", f"{name} has no experts to spread over ranks")
+    if c.num_experts % ranks:
+        works = ", ".join(str(n) for n in range(1, 9) if c.num_experts % n == 0)
+        raise InvalidSetting("ep", f"{ranks} ranks can not share {c.num_experts} experts; these can: {works}")
+
+
+def local_routing(c: ExpertConfig, ranks: Ranks) -> Routing:
+    """The router of a rank, which numbers the experts as the rank has them."""
+    if not ranks.ep or ranks.tp.size == 1:
+        return c.routing
+    held = c.num_experts // ranks.tp.size
+    return evolve(c.routing, first=ranks.tp.rank * held, held=held)
 
 
 def feed_forward(

@@ -22,8 +22,10 @@ from agentinfer.models.checkpoint import Checkpoint, open_checkpoint
 from agentinfer.models.config import CONFIG, DTYPES, architecture_of, check_tp, eos_ids, read_dense
 from agentinfer.models.deepseek_config import check_tp as check_latent_tp
 from agentinfer.models.deepseek_config import read_deepseek
+from agentinfer.models.expert_config import ExpertConfig
 from agentinfer.models.folder import read_json
 from agentinfer.models.fp8 import SCALES
+from agentinfer.models.mlp import check_spread
 from agentinfer.models.weights import (
     STORED_DTYPES,
     Fused,
@@ -34,11 +36,13 @@ from agentinfer.models.weights import (
     num_parameters,
     packed_bytes,
     random_tensors,
+    spread_experts,
 )
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Ranks
 from agentinfer.ops.compiled import Layer
 from agentinfer.ops.kv import KvCache, KvLayout
+from agentinfer.ops.moe import ExpertShape
 from agentinfer.ops.provide import LayerShape
 
 __all__ = [
@@ -111,6 +115,8 @@ class Model:
     """(config, key of a checkpoint) -> name of a Spec, None where it is knowingly not used."""
     check_tp: Callable[[Any, int], None]
     """(config, tp). Raises InvalidSetting."""
+    experts: ExpertConfig | None = None
+    """Of the layers that have some."""
 
     def forward_through(self, wrap: Callable[[Layer], Layer]) -> Forward:
         """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
@@ -123,8 +129,24 @@ class Model:
 
     @property
     def packed(self) -> Any:
-        """A tree of Fused: every tensor that a rank holds, before it exists."""
+        """A tree of Fused: every tensor that a rank holds, before it exists; experts are cut by width."""
         return self.pack(self.specs(self.config), Fused)
+
+    def packed_on(self, ranks: int, *, ep: bool) -> Any:
+        """`packed`, where *ep* says so with the experts spread. Raises InvalidSetting if *ranks* can not share it."""
+        self.check_tp(self.config, ranks)
+        if not ep:
+            return self.packed
+        check_spread(self.experts, self.name, ranks)
+        return spread_experts(self.packed)
+
+    def shape_on(self, ranks: int, *, ep: bool) -> HeadShape | LayerShape:
+        """What the layers of one of *ranks* are made of."""
+        shape = self.heads(self.config, ranks)
+        if not ep or self.experts is None or isinstance(shape, HeadShape):
+            return shape
+        held = ExpertShape(self.experts.num_experts // ranks, self.experts.routing.top_k, self.experts.width)
+        return evolve(shape, experts=held)
 
 
 @frozen
@@ -170,6 +192,7 @@ def _deepseek(raw: Mapping[str, Any], folder: Path) -> Model:
         heads=deepseek.layer_shape,
         rename=deepseek.rename,
         check_tp=check_latent_tp,
+        experts=config.experts,
     )
 
 
@@ -187,6 +210,7 @@ def _qwen3_moe(raw: Mapping[str, Any], folder: Path) -> Model:
         heads=qwen3_moe.layer_shape,
         rename=qwen3_moe.rename,
         check_tp=qwen3_moe.check_tp,
+        experts=config.experts,
     )
 
 
@@ -227,9 +251,8 @@ def load_model(
     Raises CheckpointError naming file and key or field, InvalidSetting for ranks that can not share the model.
     """
     model = read_config(folder)
-    model.check_tp(model.config, ranks.tp.size)
+    packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     checkpoint = open_checkpoint(folder)
-    packed = model.packed
     found = match(checkpoint, packed, partial(model.rename, model.config))
     if model.config.tied and "lm_head.weight" in checkpoint.tensors:
         _log.warning("%s: lm_head.weight is not used: tie_word_embeddings is true, the embedding is the head", folder)
@@ -240,10 +263,10 @@ def load_model(
 
 def random_model(model: Model, dtype: torch.dtype, ranks: Ranks, seed: int = 0) -> tuple[Model, Any]:
     """*model* with weights drawn at random, as `load_model` gives it: for tests and benchmarks without a checkpoint."""
-    model.check_tp(model.config, ranks.tp.size)
+    packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     model = evolve(model, dtype=_chosen(model, dtype, None))
     tensors = random_tensors(model.specs(model.config), seed=seed)
-    return model, _ready(model, load_tensors(model.packed, tensors, ranks.tp, ranks.device, dtype), None)
+    return model, _ready(model, load_tensors(packed, tensors, ranks.tp, ranks.device, dtype), None)
 
 
 def dummy_model(
@@ -256,11 +279,11 @@ def dummy_model(
     none), *max_positions* and ranks that can not share the model.
     """
     model = read_config(folder)
-    model.check_tp(model.config, ranks.tp.size)
+    packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     if dtype is None and model.dtype is None:
         raise InvalidSetting("dtype", f"{folder / CONFIG} names none, so it must be given with dummy weights")
     model = evolve(model, dtype=_chosen(model, dtype, None))
-    return model, _ready(model, dummy_tensors(model.packed, ranks.tp, ranks.device, _known(model)), max_positions)
+    return model, _ready(model, dummy_tensors(packed, ranks.tp, ranks.device, _known(model)), max_positions)
 
 
 def kv_layout(model: Model, tp: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[KvLayout, ...]:
@@ -271,10 +294,12 @@ def kv_layout(model: Model, tp: int, block_size: int, dtype: torch.dtype | None 
     return model.kv_layouts(model.config, tp, block_size, _known(model) if dtype is None else dtype)
 
 
-def weight_sizes(model: Model, tp: int, dtype: torch.dtype | None = None) -> WeightSizes:
-    """What the weights take, without reading any. Raises InvalidSetting for a tp that can not share the heads."""
-    model.check_tp(model.config, tp)
-    packed = model.packed
+def weight_sizes(model: Model, tp: int, dtype: torch.dtype | None = None, *, ep: bool = False) -> WeightSizes:
+    """What the weights take on each of *tp* ranks, without reading any; *ep*: experts are spread over them.
+
+    Raises InvalidSetting for ranks that can not share heads or experts.
+    """
+    packed = model.packed_on(tp, ep=ep)
     sizes = packed_bytes(packed, _known(model) if dtype is None else dtype, 0, tp)
     return WeightSizes(num_parameters(packed), sum(sizes), max(sizes))
 

@@ -174,7 +174,7 @@ def ready(c: Qwen3MoeConfig, w: Weights[PackedMoeLayer[Tensor], Tensor], max_pos
     """What forward reads, for sequences of up to *max_positions* tokens."""
 
     def layer(x: PackedMoeLayer[Tensor]) -> PackedMoeLayer[Tensor]:
-        return evolve(x, ffn=mlp.stacked(x.ffn, c.experts.num_experts))
+        return evolve(x, ffn=mlp.stacked(x.ffn))
 
     return decoder.ready(w, cos_sin(c.dense.rope, max_positions, w.embed.device), layer)
 
@@ -214,7 +214,7 @@ def forward(
     """
     tp, d = ranks.tp, c.dense
     attention = dense.Shared(ops, tp, dense.local_heads(d, tp.size), d.norm_eps, d.scale, w.cos_sin)
-    shared = Shared(attention, c.experts.routing)
+    shared = Shared(attention, mlp.local_routing(c.experts, ranks))
     return decoder.forward(w, ops, tp, kv, x, run, shared, d.windows, d.norm_eps, d.vocab_size)
 
 

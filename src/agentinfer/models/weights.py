@@ -11,6 +11,7 @@ n divides U                         units r*U/n .. (r+1)*U/n
 `share` and U divides n             unit r // (n/U)              KV heads: n/U neighbours hold the same one
 `pad`                               ceil(U/n) units, the last    vocabulary and feed-forward width: zeros
                                     ones of the last ranks zero  never win and never add anything
+`whole`                             all of it, or nothing        experts, E/n of them on each rank
 =================================== ============================ ===========================================
 """
 
@@ -61,6 +62,10 @@ class Spec:
     """Numbers along `cut` that stay together: a head."""
     share: bool = False
     pad: bool = False
+    expert: tuple[int, int] | None = None
+    """Which expert of how many it is of; None: of none."""
+    whole: bool = False
+    """Not cut: the rank that has its expert holds all of it, the others no row of it."""
     dtype: torch.dtype | None = None
     """None: the model's."""
     kind: Literal["matrix", "norm", "bias"] = "matrix"
@@ -88,6 +93,11 @@ def part_of(spec: Spec, rank: int, size: int) -> Part:
     if spec.cut is None:
         raise ValueError(f"{spec.name} is not cut")
     full = spec.shape[spec.cut]
+    if spec.whole and spec.expert is not None:
+        which, count = spec.expert
+        if count % size:
+            raise InvalidSetting("ep", f"{size} ranks can not share {count} experts")
+        return Part(0, full, full) if which // (count // size) == rank else Part(0, 0, 0)
     units = full // spec.unit
     if spec.share and units < size and size % units == 0:
         start = rank // (size // units) * spec.unit
@@ -110,6 +120,15 @@ def fused_shape(fused: Fused, rank: int, size: int) -> tuple[int, ...]:
     """The shape of that rank's part of all of *fused*."""
     shapes = [local_shape(spec, rank, size) for spec in fused.parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def spread_experts(packed: Any) -> Any:
+    """*packed* (a tree of Fused), whose experts lie whole on some rank each instead of being cut by width."""
+
+    def one(spec: Spec) -> Spec:
+        return spec if spec.expert is None else attrs.evolve(spec, cut=0, unit=1, pad=False, whole=True)
+
+    return tree_map(lambda fused: Fused(tuple(one(spec) for spec in fused.parts)), packed)
 
 
 def tree_map(f: Callable[[Any], Any], tree: Any) -> Any:
@@ -269,7 +288,9 @@ def fill(
     for spec, place in zip(fused.parts, places, strict=True):
         _fill_part(place, spec, read, tp)
     if not _finite(out):
-        bad = [label(spec) for spec, place in zip(fused.parts, places, strict=True) if not _finite(place)]
+        bad = [
+            label(spec) for spec, place in zip(fused.parts, places, strict=True) if len(place) and not _finite(place)
+        ]
         raise CheckpointError(f"{'; '.join(bad)}: holds NaN or infinity, or numbers too large for {out.dtype}")
     return out
 

@@ -339,6 +339,6 @@ class Ranks:
     device: torch.device
 
 
-def alone(device: str | torch.device = "cpu") -> Ranks:
+def alone(device: str | torch.device = "cpu", *, ep: bool = False) -> Ranks:
     """One rank on *device*."""
-    return Ranks(tp=Group(0, 1, Alone()), ep=False, device=torch.device(device))
+    return Ranks(tp=Group(0, 1, Alone()), ep=ep, device=torch.device(device))

@@ -74,10 +74,10 @@ def experts_add(
     work = (normed, weights_TK, experts_TK, gate_up_EFD, down_EDF, shared_gate_up, shared_down)
     if len(normed) == 1:
         if group.size == 1:
-            return Stream(_one(run, *work, residual), None)
-        parts = _one(run, *work, torch.zeros_like(residual)).unsqueeze(0)
+            return Stream(_one(run, *work, residual, absent=False), None)
+        parts = _one(run, *work, torch.zeros_like(residual), absent=True).unsqueeze(0)
     else:
-        parts = _many(run, *work)
+        parts = _many(run, *work, absent=group.size > 1)
     if group.size > 1:
         total = parts.sum(0, dtype=torch.float32).to(normed.dtype)
         parts = group.all_reduce_sum(total).unsqueeze(0)
@@ -86,12 +86,13 @@ def experts_add(
 
 def _one(
     run: Launch, x_1D: Tensor, weights_1K: Tensor, experts_1K: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor,
+    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor, *,
+    absent: bool,
 ) -> Tensor:  # fmt: skip
-    """All experts of one position onto *add_to* in place."""
+    """All experts of one position onto *add_to* in place. *absent*: other ranks may have some, which are -1 here."""
     together = shared_down is None or shared_down.shape[1] % down_EDF.shape[2] == 0
     shared = (shared_gate_up, shared_down) if together else (None, None)
-    out = expert_gemv(x_1D, weights_1K, experts_1K, gate_up_EFD, down_EDF, *shared, add_to, pdl=run.pdl)
+    out = expert_gemv(x_1D, weights_1K, experts_1K, gate_up_EFD, down_EDF, *shared, add_to, absent=absent, pdl=run.pdl)
     if not together and shared_gate_up is not None and shared_down is not None:
         act = gated(run, x_1D, shared_gate_up, None)
         out = gemv(act, shared_down, torch.float32, add_to=out, pdl=run.pdl)
@@ -100,9 +101,9 @@ def _one(
 
 def _many(
     run: Launch, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None,
+    shared_gate_up: Tensor | None, shared_down: Tensor | None, *, absent: bool,
 ) -> Tensor:  # fmt: skip
-    """[K + .., T, D]: parts whose sum is that of all experts of each position."""
+    """[K + .., T, D]: parts whose sum is that of all experts of each position. *absent*: as in `_one`."""
     (count, model), chosen = x_TD.shape, experts_TK.shape[1]
     num_experts, _, width = down_EDF.shape
     for size in (model, width):
@@ -115,6 +116,8 @@ def _many(
             more = gemm_tile(count, model, act.shape[1], False, partial=True).split  # noqa: FBT003 - gated
     dtype = torch.float32 if count <= WIDE_ROWS else x_TD.dtype
     parts = torch.empty((chosen + more, count, model), dtype=dtype, device=x_TD.device)
+    if absent:
+        parts[:chosen].zero_()
     tile = expert_tile(count * chosen, num_experts, x_TD.dtype.itemsize)
     rows = expert_rows(experts_TK, num_experts, tile.rows, pdl=run.pdl)
     expert_gemm(x_TD, weights_TK, rows, gate_up_EFD, down_EDF, parts[:chosen], pdl=run.pdl, tile=tile)

@@ -47,6 +47,10 @@ class Routing:
     """.. and only those of the best groups can be chosen."""
     group_score: Literal["max", "top2"] = "max"
     """Of a group: its best score, or the sum of its two best."""
+    first: int = 0
+    """The experts that this rank has are numbered from this one on.."""
+    held: int | None = None
+    """.. and so many; None: all. Every other one is -1 in what is chosen."""
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -56,7 +60,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, r: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each position, and what their outputs are multiplied by: weights [T, K] float32, experts [T, K]
-    int64, distinct in a row, in no order.
+    int64, those that this rank has distinct in a row, in no order.
 
     *bias* is added to the scores for the choice alone; weights are scores without it.
 
@@ -71,7 +75,14 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, r: Routing) -> tuple[Tensor,
     weights = scores.gather(1, experts)
     if r.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
-    return weights * r.scale, experts
+    return weights * r.scale, _numbered_here(experts, r)
+
+
+def _numbered_here(experts_TK: Tensor, r: Routing) -> Tensor:
+    if r.held is None:
+        return experts_TK
+    local = experts_TK - r.first
+    return local.masked_fill((local < 0) | (local >= r.held), -1)
 
 
 def _best_groups(choice_TE: Tensor, r: Routing) -> Tensor:
@@ -88,7 +99,8 @@ def _best_groups(choice_TE: Tensor, r: Routing) -> Tensor:
 def experts(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of each position's experts, [T, D] float32. No position is dropped.
+    """The weighted sum of each position's experts, [T, D] float32. No position is dropped. -1 is nobody: another rank
+    has it.
 
     *gate_up* is [E, 2F, D], gate rows first; *down* [E, D, F]. Products are of x's dtype and accumulate in float32, as
     dense ones; the sum is float32, in the order of the experts' numbers, so that a position's result does not depend
@@ -98,9 +110,8 @@ def experts(
     chosen, order = experts_TK.flatten().sort(stable=True)
     top_k = experts_TK.shape[1]
     rows, scale = torch.div(order, top_k, rounding_mode="floor"), weights_TK.flatten().index_select(0, order)
-    counts = torch.bincount(chosen, minlength=len(gate_up_EFD))
-    first = 0
-    for expert, count in enumerate(cast("list[int]", counts.tolist())):
+    first, *counts = cast("list[int]", torch.bincount(chosen + 1, minlength=len(gate_up_EFD) + 1).tolist())
+    for expert, count in enumerate(counts):
         if not count:
             continue
         span = slice(first, first + count)

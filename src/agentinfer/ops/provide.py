@@ -137,7 +137,8 @@ class Ops:
     rope, cache write, attention. *kv_b* is [N, U + O, L]."""
     norm_route: NormRoute
     """(stream, norm_D, router_ED, bias_E, routing, eps) -> (normed [T, D], weights [T, K] float32, experts [T, K]
-    int64, stream): `moe.route` of the normed positions. *router* and *bias* are float32."""
+    int64, stream): `moe.route` of the normed positions. *router* and *bias* are float32. Where experts are spread over
+    the ranks, *experts* are numbers among this rank's, and -1 where another has it."""
     experts_add: ExpertsAdd
     """(normed, weights, experts, gate_up [E, 2F, D], down [E, D, F], shared gate_up [2G, D], shared down [D, G],
     stream, group) -> stream: the weighted experts of each position and, where there are some, the shared ones,

@@ -82,13 +82,13 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
         v3 = experts == 256
         compiled("choose " + which, route._choose, types, dict(
             E=experts, K=chosen, GROUPS=8 if v3 else 1, KEPT=4 if v3 else 1, GP=8 if v3 else 1, PP=32 if v3 else 64,
-            KP=8, SOFTMAX=not v3, NORMALISE=v3, TOP2=v3, BIAS=v3), num_warps=1)
+            KP=8, SOFTMAX=not v3, NORMALISE=v3, TOP2=v3, BIAS=v3, FIRST=32, HELD=32), num_warps=1)
         types = dict(chosen="*i64", pairs="*i32", tiles="*i32", used="*i32", M="i32")
         compiled("rows " + which, expert_rows._sort, types, dict(E=experts, EP=experts, ROWS=16, CHUNK=1024),
                  num_warps=4)
         types = dict(x=half, act=half, weight=half, shared=half, weights=wide, experts="*i64", out=half)
         first, second = tiles.gemv_tile((chosen + 2) * f, d, True), v.down_tile(d, f)
-        same = dict(D=d, F=f, K=chosen, S=2)
+        same = dict(D=d, F=f, K=chosen, S=2, ABSENT=v3)
         compiled("one gate " + which, v._gate_up, types, dict(same, BN=first.rows, BK=first.chunk),
                  num_warps=first.warps)
         compiled("one down " + which, v._down, dict(types, out=wide), dict(same, BN=second.rows, BK=second.chunk),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,6 +251,46 @@ def test_over_two_ranks(count: int) -> None:
     want = provide.reference().experts_add(x, weights, ids, gate_up, down, sgu, sd, Stream(residual, None), alone().tp)
     for got in Threads.of(2).run(rank):
         torch.testing.assert_close(got, total(want), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["v2 lite", "v3"])
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("shared", [0, 48])
+@pytest.mark.usefixtures("one_kernel_at_a_time")
+def test_experts_spread_over_ranks(name: str, count: int, shared: int) -> None:
+    """Each of four ranks has two experts whole and a part of the shared ones; poison in those that nobody chose, and
+    in what a rank has not, never shows. Kernels and reference number and add alike.
+    """
+    gate_up, down, sgu, sd = weights_of(8, 32, 64, shared)
+    router, norm, residual = rand(8, 64, seed=11), 1 + 0.2 * rand(64, seed=13), rand(count, 64, seed=14)
+    bias = 0.1 * rand(8, seed=12) if name == "v3" else None
+    part = shared // 4
+
+    def layer(group: Group, *, ours_too: bool) -> Tensor:
+        r, held, mine = ROUTINGS[name], 8 // group.size, slice(part * group.rank, part * (group.rank + 1))
+        if group.size > 1:
+            r = evolve(r, first=held * group.rank, held=held)
+        own = slice(held * group.rank, held * (group.rank + 1))
+        more = (sgu, sd) if group.size == 1 else (
+            torch.cat((sgu[:shared][mine], sgu[shared:][mine])), sd[:, mine].contiguous()
+        )  # fmt: skip
+        if ours_too:
+            *work, stream = ours.norm_route(RUN, Stream(residual.clone(), None), norm, router, bias, r, 1e-6)
+        else:
+            *work, stream = provide.reference().norm_route(Stream(residual, None), norm, router, bias, r, 1e-6)
+        if group.size > 1:
+            assert ((work[2] >= -1) & (work[2] < held)).all()
+            assert (work[2] == -1).any()
+        gates = gate_up[own].clone()
+        gates[sorted(set(range(held)) - set(work[2].flatten().tolist()))] = torch.nan
+        weights = (gates, down[own].contiguous(), *(more if shared else (None, None)))
+        call = partial(ours.experts_add, RUN) if ours_too else provide.reference().experts_add
+        return total(call(*work, *weights, stream, group))
+
+    want = layer(alone().tp, ours_too=False)
+    for kernels in (False, True):
+        for got in Threads.of(4).run(partial(layer, ours_too=kernels)):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_supported_is_refused() -> None:

@@ -21,9 +21,11 @@ from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile, power_of_two
 def _gate_up(
     x, weight, shared, experts, out,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    ABSENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, j): outputs n * BN and on of expert j; those from K on are shared."""
+    """Program (n, j): outputs n * BN and on of expert j; those from K on are shared. ABSENT: some may be -1, of which
+    the outputs are 0 and nothing is read.
+    """
     if PDL:
         gdc_launch_dependents()
     j = tl.program_id(1)
@@ -33,8 +35,12 @@ def _gate_up(
     dims = tl.arange(0, BK)
     if PDL:
         gdc_wait()
+    if ABSENT:  # noqa: SIM108 - only one of the two is compiled
+        here = (j >= K) | (tl.load(experts + tl.minimum(j, K - 1)) >= 0)
+    else:
+        here = True
     if j < K:
-        expert = tl.load(experts + j)
+        expert = tl.maximum(tl.load(experts + j), 0)
         at = weight + (expert * (2 * F) + row)[:, None] * D
         up = at + F * D
     else:
@@ -44,7 +50,7 @@ def _gate_up(
     acc_up = tl.zeros((BN, BK), tl.float32)
     for c in tl.static_range((D + BK - 1) // BK):
         col = c * BK + dims
-        there = col < D
+        there = (col < D) & here
         xc = tl.load(x + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)[None, :]
         w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
         v = tl.load(up + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
@@ -59,7 +65,7 @@ def _gate_up(
 def _down(
     act, weight, shared, weights, experts, out,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    ABSENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: numbers n * BN and on of the sum, onto what *out* holds. One expert after the other."""
     if PDL:
@@ -73,15 +79,20 @@ def _down(
     before = tl.load(out + row, cache_modifier=".cg")
     acc = tl.zeros((BN, BK), tl.float32)
     for j in tl.static_range(K + S):
+        here = True
         if j < K:
-            at = weight + (tl.load(experts + j) * D + row)[:, None] * F
+            expert = tl.load(experts + j)
+            if ABSENT:
+                here = expert >= 0
+                expert = tl.maximum(expert, 0)
+            at = weight + (expert * D + row)[:, None] * F
             share = tl.load(weights + j)
         else:
             at = shared + row[:, None] * (S * F) + (j - K) * F
             share = 1.0
         for c in tl.static_range((F + BK - 1) // BK):
             col = c * BK + dims
-            there = col < F
+            there = (col < F) & here
             xc = tl.load(act + j * F + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
             w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
             acc += w.to(tl.float32) * (xc * share)[None, :]
@@ -100,15 +111,16 @@ def down_tile(n: int, k: int) -> GemvTile:
 
 def expert_gemv(
     x_1D: Tensor, weights_1K: Tensor, experts_1K: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor, *, pdl: bool = False,
-    tiles: tuple[GemvTile, GemvTile] | None = None,
+    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor, *,
+    absent: bool = False, pdl: bool = False, tiles: tuple[GemvTile, GemvTile] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted experts of one position and the shared ones, onto *add_to* ([1, D] float32) in place, which is what
     is returned. Float32 inside, but for what is between the two products, which is of x's dtype.
 
     *gate_up* [E, 2F, D], gate rows first, *down* [E, D, F]; shared ones [2 * S * F, D] and [D, S * F] (S any whole
     number), or None; all contiguous, of one dtype. *weights* float32, *experts* int64. The sum is in their order, then
-    the shared ones. *pdl*: the weights are complete before the kernel before this one began.
+    the shared ones. *absent*: some of *experts* may be -1, of which nothing is added. *pdl*: the weights are complete
+    before the kernel before this one began.
     """
     (_, width, model), chosen = down_EDF.transpose(1, 2).shape, experts_1K.shape[1]
     more = 0 if shared_down is None else shared_down.shape[1] // width
@@ -117,13 +129,13 @@ def expert_gemv(
     _run_gate_up(
         (-(-width // first.rows), chosen + more, 1),
         (x_1D, gate_up_EFD, gate_up_EFD if shared_gate_up is None else shared_gate_up, experts_1K, act), (),
-        (model, width, chosen, more, first.rows, first.chunk, pdl),
+        (model, width, chosen, more, first.rows, first.chunk, absent, pdl),
         warps=first.warps, pdl=pdl,
     )  # fmt: skip
     _run_down(
         (-(-model // second.rows), 1, 1),
         (act, down_EDF, down_EDF if shared_down is None else shared_down, weights_1K, experts_1K, add_to), (),
-        (model, width, chosen, more, second.rows, second.chunk, pdl),
+        (model, width, chosen, more, second.rows, second.chunk, absent, pdl),
         warps=second.warps, pdl=pdl,
     )  # fmt: skip
     return add_to

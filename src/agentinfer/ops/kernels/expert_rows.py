@@ -51,8 +51,8 @@ def _sort(
         gdc_wait()
     counts = tl.zeros((EP,), tl.int32)
     for at in tl.range(0, M, CHUNK):
-        who = tl.load(chosen + at + i, mask=at + i < M, other=0, cache_modifier=".cg").to(tl.int32)
-        counts += tl.histogram(who, EP, mask=at + i < M)
+        who = tl.load(chosen + at + i, mask=at + i < M, other=-1, cache_modifier=".cg").to(tl.int32)
+        counts += tl.histogram(who, EP, mask=who >= 0)
     whole = (counts + ROWS - 1) // ROWS
     first = tl.sum(tl.where(each < e, whole, 0), 0)
     mine = tl.sum(tl.where(each == e, whole, 0), 0)
@@ -77,8 +77,8 @@ _run = Direct(_sort)
 
 
 def expert_rows(experts_TK: Tensor, num_experts: int, rows: int, *, pdl: bool = False) -> ExpertRows:
-    """The pairs of *experts* ([T, K] int64, contiguous, in range), pair t * K + k, in tiles of *rows* (a power of
-    two) of one expert each. Tiles are as many as any choice can need.
+    """The pairs of *experts* ([T, K] int64, contiguous, in range or -1), pair t * K + k, in tiles of *rows* (a power
+    of two) of one expert each; pairs of -1 are in none. Tiles are as many as any choice can need.
     """
     count, device = experts_TK.numel(), experts_TK.device
     tiles = min(count, count // rows + num_experts)

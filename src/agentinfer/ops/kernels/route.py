@@ -52,7 +52,7 @@ def _choose(
     logits, bias, weights, experts, scale, least,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: position t. GP x PP: groups and experts a group, padded. Of equal ones the lowest number is chosen."""
     if PDL:
@@ -104,6 +104,8 @@ def _choose(
     if NORMALISE:
         mine = mine / (tl.sum(mine, 0) + least)
     tl.store(weights + t * K + k, mine * scale, mask=k < K)
+    who -= FIRST
+    who = tl.where((who >= 0) & (who < HELD), who, -1)
     tl.store(experts + t * K + k, who.to(tl.int64), mask=k < K)
 
 
@@ -129,8 +131,8 @@ def router_logits(x_TD: Tensor, router_ED: Tensor, *, pdl: bool = False) -> Tens
 
 
 def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, r: Routing, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """`moe.route`, the best expert first: weights [T, K] float32, experts [T, K] int64, distinct and in range whatever
-    the logits are (NaN, infinite). *logits* and *bias* are float32, contiguous.
+    """`moe.route`, the best expert first: weights [T, K] float32, experts [T, K] int64, distinct and in range (or -1,
+    where other ranks have some) whatever the logits are (NaN, infinite). *logits* and *bias* are float32, contiguous.
     """
     count, experts = logits_TE.shape
     device = logits_TE.device
@@ -142,7 +144,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, r: Routing, *, pdl:
             (count, 1, 1), (logits_TE, logits_TE if bias_E is None else bias_E, weights, chosen), (r.scale, LEAST_SUM),
             (experts, r.top_k, groups, r.kept_groups if groups > 1 else 1, power_of_two(groups),
              power_of_two(experts // groups), power_of_two(r.top_k), r.scoring == "softmax", r.normalise,
-             r.group_score == "top2", bias_E is not None, pdl),
+             r.group_score == "top2", bias_E is not None, r.first, experts if r.held is None else r.held, pdl),
             warps=1, pdl=pdl,
         )  # fmt: skip
     return weights, chosen
