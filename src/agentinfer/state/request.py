@@ -172,10 +172,10 @@ class SamplingParams:
     """
     logits_processors: tuple[str, ...] = field(default=(), converter=_one_or_many, validator=_texts)
     """Names of functions that the engine was opened with, applied in this order."""
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=tupled, validator=_token_ids)
-    ignore_eos: bool = field(default=False, validator=_instance(bool))
     structured_outputs: StructuredOutputsParams | None = field(default=None, converter=structured)
     """The form that the output must have."""
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=tupled, validator=_token_ids)
+    ignore_eos: bool = field(default=False, validator=_instance(bool))
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
     """Tokens to generate before an end or stop token can be chosen, or a stop string counts."""
@@ -197,10 +197,10 @@ class SamplingParams:
             raise InvalidRequest("stop_token_ids", f"has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise InvalidRequest("n", f"must be 1 for greedy sampling, which has one answer, not {self.n}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         if self.ignore_eos and self.structured_outputs is not None:
             raise InvalidRequest("ignore_eos", "can not be together with structured_outputs: what is complete must end")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
 
 
 def bad_tokens(params: SamplingParams) -> list[tuple[int, ...]]:
