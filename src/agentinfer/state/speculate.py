@@ -56,7 +56,7 @@ def speculate(state: EngineState, plan: Plan, drafts: Drafts) -> tuple[EngineSta
     """
     if plan.drafts:
         raise ValueError(f"step {plan.step} has drafts already")
-    widths = _widths(state, plan, drafts)
+    widths = _widths(state, plan, drafts) if drafts else []
     if not any(widths):
         return state, plan
     size = state.limits.block_size
@@ -242,20 +242,21 @@ def _taken(part: Plan, whole: Sampled, which: Bool) -> Sampled:
 def _taken_back(state: EngineState, plan: Plan) -> EngineState:
     """*state*, in which the rows that had drafts have computed what they know, and hold no block beyond that."""
     size = state.limits.block_size
-    cols, pool, rows = ColumnsDraft(state.cols), PoolDraft(state.pool, state.limits.seed), list(state.rows)
-    for guess in guesses(plan):
-        row = int(plan.rows[guess.row])
-        run = rows[row]
-        if run is None or run.seq != plan.seqs[guess.row] or cols.born[row] > plan.step:
-            continue
-        known = int(cols.known[row])
-        cols.own("computed")[row], cols.own("length")[row] = known - 1, known
-        blocks = run.blocks[: cdiv(known - 1, size)]
-        if len(blocks) < len(run.blocks):
-            pool.drop(run.blocks[len(blocks) :])
-            rows[row] = _holding(run, blocks)
-        cols.own("tail_block")[row] = blocks[-1]
-    return evolve(state, rows=tuple(rows), cols=cols.freeze(), pool=pool.freeze())
+    cols, pool, runs = ColumnsDraft(state.cols), PoolDraft(state.pool, state.limits.seed), list(state.rows)
+    drafted = np.flatnonzero(plan.drafts)
+    rows, seqs, had = plan.rows[drafted], plan.seqs[drafted], -(-plan.context[drafted] // size)
+    mine = (cols.seq[rows] == seqs) & (cols.born[rows] <= plan.step)
+    rows, had = rows[mine], had[mine]
+    known = cols.known[rows]
+    cols.own("computed")[rows], cols.own("length")[rows] = known - 1, known
+    blocks = -(-(known - 1) // size)
+    for row, n in zip(ints(rows[blocks < had]), ints(blocks[blocks < had]), strict=True):
+        run = runs[row]
+        if run is not None:
+            pool.drop(run.blocks[n:])
+            runs[row] = _holding(run, run.blocks[:n])
+            cols.own("tail_block")[row] = run.blocks[n - 1]
+    return evolve(state, rows=tuple(runs), cols=cols.freeze(), pool=pool.freeze())
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
