@@ -213,3 +213,22 @@ def test_edits_and_choice_are_those_of_a_plain_pipeline(data: st.DataObject, cou
     assert not broken
     np.testing.assert_array_equal(copy.numpy(), np.stack(want))
     assert chosen.tolist() == [tokens.tolist(), [int(x) for x in ok]]
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.5, 1.0, 1.3, 2.0]))
+def test_repetition_and_bad_words_are_those_of_transformers(seed: int, penalty: float) -> None:
+    """Of the same tokens, equal to its processors; its bad words look at the prompt too, so that is a token apart."""
+    from transformers.generation.logits_process import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(seed)
+    output = rng.integers(0, 4, rng.integers(0, 8)).tolist()
+    words = [tuple(rng.integers(0, 4, rng.integers(1, 4)).tolist()) for _ in range(3)]
+    asked = told(1, [VOCAB - 1], output, repetition_penalty=penalty, bad_words=words)
+    logits = torch.from_numpy(rng.normal(0, 4, (1, VOCAB)).astype(np.float32))
+    ids = torch.tensor([asked.tokens])
+    want = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    want = NoBadWordsLogitsProcessor([list(word) for word in words])(ids, want)
+    got = edit.edit_rows(logits, places((0, 1, 1 if penalty != 1 else -1)), tables(asked))
+    banned = list(completing(words, output))
+    got = edit.ban(got, [0] * len(banned), banned) if banned else got
+    torch.testing.assert_close(got, want)
