@@ -38,7 +38,18 @@ if TYPE_CHECKING:
     from agentinfer.state.columns import Columns
     from agentinfer.state.commit import commit, flush
     from agentinfer.state.engine import EngineState, digest, has_work, initial, status, tokens_of
-    from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped
+    from agentinfer.state.event import (
+        Aborted,
+        Arrived,
+        Event,
+        Failed,
+        Forked,
+        Landed,
+        Raised,
+        Stepped,
+        Stopped,
+        Swapped,
+    )
     from agentinfer.state.history import Forecast, Moment, diff, ended, explain, fold, forecast, replay, rewind, step
     from agentinfer.state.ids import BlockId, Row, SeqId
     from agentinfer.state.limits import Limits
@@ -51,6 +62,7 @@ if TYPE_CHECKING:
     from agentinfer.state.structured import StructuredOutputsParams
     from agentinfer.state.trace import Trace, encode_event, encode_header, read_trace, verify
     from agentinfer.steps import Device, Flight, Machine, decode_step, finish, land, launch, prefill_step
+    from agentinfer.swap import swap_weights
     from agentinfer.text import Text, chat, decode, encode, load_text
     from agentinfer.turn import World, advance
 
@@ -68,7 +80,7 @@ _NAMES: Final = MappingProxyType(
         "state.blocks": "BlockPool",
         "state.logprobs": "TokenLogprobs",
         "state.plan": "Output Plan Sampled SamplingColumns sampled",
-        "state.event": "Aborted Arrived Event Failed Forked Landed Raised Stepped Stopped",
+        "state.event": "Aborted Arrived Event Failed Forked Landed Raised Stepped Stopped Swapped",
         "state.engine": "EngineState digest has_work initial status tokens_of",
         "state.admit": "abort arrive fits fork validate",
         "state.policy": "POLICIES Policy Turn reserve throughput",
@@ -92,6 +104,7 @@ _NAMES: Final = MappingProxyType(
         "ranks": "open_ranks",
         "scoring": "Score score",
         "turn": "World advance",
+        "swap": "swap_weights",
         "loop": "Engine generate open_engine run start stream",
     }
 )
@@ -149,6 +162,7 @@ __all__ = [
     "Stepped",
     "Stopped",
     "StructuredOutputsParams",
+    "Swapped",
     "Text",
     "TokenLogprobs",
     "Trace",
@@ -207,6 +221,7 @@ __all__ = [
     "status",
     "step",
     "stream",
+    "swap_weights",
     "throughput",
     "tokens_of",
     "validate",

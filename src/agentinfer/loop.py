@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,14 +34,15 @@ from agentinfer.result import (
     tale_of,
     tell,
     token_ids,
+    without,
 )
 from agentinfer.said import Said, SaidOf, collected, inherited, rewound
 from agentinfer.sampling import Processor
 from agentinfer.state.admit import validate
 from agentinfer.state.engine import EngineState, has_work, initial, live, tokens_of
-from agentinfer.state.event import Aborted, Arrived, Event, Forked
+from agentinfer.state.event import Aborted, Arrived, Event, Forked, Swapped
 from agentinfer.state.history import fold
-from agentinfer.state.ids import SeqId, ints, seal
+from agentinfer.state.ids import SeqId
 from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
 from agentinfer.state.policy import Policy
@@ -51,7 +50,7 @@ from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.sequence import Finished
 from agentinfer.steps import Device, Machine
 from agentinfer.text import Text, eos_union, load_text
-from agentinfer.turn import Planner, World, advance, planned, recovered, settle
+from agentinfer.turn import Planner, World, advance, landed, planned, recovered, settle
 
 
 @define(eq=False)
@@ -147,6 +146,16 @@ class Engine:
         self.kept.clear()  # of this very output
         return output
 
+    def land(self) -> None:
+        """Land what is in flight; `step` gives what that brings."""
+        note = partial(_note_later, self)
+        _keep(self, _enter(self, *landed(self.world, note), note))
+        _tell(self)
+
+    def swapped(self, *, recompute: bool = False) -> None:
+        """Go on with the machine's weights, which are others: see `swap_weights`, which makes them so."""
+        self._hear(Swapped(recompute))
+
     def reset(self, state: EngineState) -> None:
         """Go on from *state*, which is `rewind(old, engine.world.state)`. What is in flight lands into nothing.
 
@@ -197,12 +206,7 @@ def _busy(world: World) -> bool:
 
 def _turn(engine: Engine) -> Output | None:
     """Advance once. Ends go where they are waited for, and what nobody waits for is kept, too."""
-    before = engine.world
-
-    def note(event: Event, state: EngineState) -> None:
-        engine.lead(event, state)
-        engine.news.append((event, state))
-
+    before, note = engine.world, partial(_note_later, engine)
     try:
         output = _enter(engine, *advance(engine.machine, before, note=note, planner=engine.planner), note)
     except BaseException:
@@ -218,6 +222,12 @@ def _turn(engine: Engine) -> Output | None:
     return output
 
 
+def _note_later(engine: Engine, event: Event, state: EngineState) -> None:
+    """A Note of a step that is not sure yet."""
+    engine.lead(event, state)
+    engine.news.append((event, state))
+
+
 def _enter(engine: Engine, world: World, output: Output | None, note: Note) -> Output | None:
     """Go on from *world*; the output, with the ends that stop strings in it bring."""
     state, output, readers = stopped(engine.text, engine.readers, world.state, output, note)
@@ -229,7 +239,7 @@ def _enter(engine: Engine, world: World, output: Output | None, note: Note) -> O
 def _keep(engine: Engine, output: Output | None) -> None:
     if output is None:
         return
-    rest = _without(output, engine.boxes.keys()) if engine.boxes else output
+    rest = without(output, engine.boxes.keys()) if engine.boxes else output
     if rest is not None:
         engine.kept.append(rest)
     for done in output.finished:
@@ -239,24 +249,6 @@ def _keep(engine: Engine, output: Output | None) -> None:
     if output.finished and (engine.names or engine.groups):
         engine.names = {name: seq for name, seq in engine.names.items() if _alive(engine, seq)}
         engine.groups = {seq: n for seq, n in engine.groups.items() if _alive(engine, seq)}
-
-
-def _without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
-    """What *output* says of others than *seqs*; None: nothing."""
-    named = {*ints(output.seqs), *(done.seq for done in output.finished), *(one[0] for one in output.prompt_logprobs)}
-    if seqs >= named:
-        return None
-    others = [seq not in seqs for seq in ints(output.seqs)]
-    rest, tokens = output.seqs[others], output.tokens[others]
-    seal(rest, tokens)
-    return Output(
-        output.step,
-        rest,
-        tokens,
-        tuple(done for done in output.finished if done.seq not in seqs),
-        output.logprobs and tuple(compress(output.logprobs, others)),
-        tuple(one for one in output.prompt_logprobs if one[0] not in seqs),
-    )
 
 
 def _tell(engine: Engine) -> None:
@@ -362,7 +354,7 @@ def _box_of(engine: Engine, seqs: Collection[SeqId]) -> list[Finished]:
             raise AgentInferError(f"sequence {seq} is one that somebody waits for already")
     engine.boxes |= {seq: box for seq in seqs if seq not in told}
     claimed = frozenset(seqs)
-    engine.kept = deque(rest for output in engine.kept if (rest := _without(output, claimed)) is not None)
+    engine.kept = deque(rest for output in engine.kept if (rest := without(output, claimed)) is not None)
     return box
 
 

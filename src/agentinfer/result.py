@@ -6,7 +6,8 @@ Pure. The loop keeps a reader for each live sequence that has stop strings, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Set as AbstractSet
+from itertools import accumulate, compress
 
 from attrs import evolve, field, frozen
 
@@ -16,11 +17,11 @@ from agentinfer.state.commit import flush
 from agentinfer.state.engine import EngineState
 from agentinfer.state.event import Arrived, Event, Forked, Stopped
 from agentinfer.state.history import fold
-from agentinfer.state.ids import SeqId, ints, tupled
+from agentinfer.state.ids import SeqId, ints, seal, tupled
 from agentinfer.state.logprobs import TokenLogprobs
 from agentinfer.state.plan import Output
 from agentinfer.state.request import Request, SamplingParams
-from agentinfer.state.sequence import Finished
+from agentinfer.state.sequence import Finished, Versions
 from agentinfer.text import Decoder, Text, encode, feed, flush_text, lengths
 
 Note = Callable[[Event, EngineState], None]
@@ -50,8 +51,8 @@ class Completion:
     """One a token of `output_ids`; None: not asked for."""
     text_offsets: tuple[int, ...] | None = None
     """Characters of the output before each token's own text, with log-probabilities and a tokenizer only."""
-    versions: tuple[tuple[int, int], ...] = ((0, 0),)
-    """Which weights sampled it: (index of the first token, version of the weights), ascending."""
+    versions: Versions = ()
+    """Which weights sampled it: (index of the first token, version of the weights), ascending; see `swap_weights`."""
 
 
 @frozen
@@ -232,7 +233,14 @@ def completion_of(text: Text | None, done: Finished, index: int = 0) -> Completi
             offsets = _offsets(0, lengths(text, reader_of(done.request.params).decoder, ids)[1])
     logprobs = None if done.logprobs is None else done.logprobs[: len(ids)]
     error = done.detail if reason in ("error", "rejected", "abort") else None
-    return Completion(index, ids, words, reason, why, error, logprobs, offsets)
+    return Completion(index, ids, words, reason, why, error, logprobs, offsets, _versions(done, len(ids)))
+
+
+def _versions(done: Finished, count: int) -> Versions:
+    """Completion.versions of the first *count* tokens of its output."""
+    prompt = len(done.request.prompt)
+    of_output = {max(0, at - prompt): version for at, version in done.versions}
+    return tuple((at, version) for at, version in of_output.items() if at < count)
 
 
 def _offsets(first: int, lengths_: Sequence[int]) -> tuple[int, ...]:
@@ -345,6 +353,24 @@ def stopped(
     if told is not None:
         output = evolve(output, finished=(*output.finished, *told.finished))
     return state, output, moved
+
+
+def without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
+    """What *output* says of others than *seqs*; None: nothing."""
+    named = {*ints(output.seqs), *(done.seq for done in output.finished), *(one[0] for one in output.prompt_logprobs)}
+    if seqs >= named:
+        return None
+    others = [seq not in seqs for seq in ints(output.seqs)]
+    rest, tokens = output.seqs[others], output.tokens[others]
+    seal(rest, tokens)
+    return Output(
+        output.step,
+        rest,
+        tokens,
+        tuple(done for done in output.finished if done.seq not in seqs),
+        output.logprobs and tuple(compress(output.logprobs, others)),
+        tuple(one for one in output.prompt_logprobs if one[0] not in seqs),
+    )
 
 
 def caught_up(text: Text | None, state: EngineState) -> Readers:

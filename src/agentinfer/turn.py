@@ -106,10 +106,16 @@ def settle(state: EngineState, flight: Flight, note: Note = silent) -> tuple[Eng
     return state, output
 
 
+def landed(world: World, note: Note = silent) -> tuple[World, Output | None]:
+    """*world* after what was in flight has landed."""
+    if world.flight is None:
+        return world, None
+    state, output = settle(world.state, world.flight, note)
+    return World(state, world.device, None), output
+
+
 def recovered(world: World, note: Note = silent) -> tuple[World, Output | None]:
     """*world*, whose device was given to a step that never came back, after what was in flight has landed."""
-    state, output = world.state, None
-    if world.flight is not None:
-        state, output = settle(state, world.flight, note)
+    world, output = landed(world, note)
     kv = renew(world.device.kv, "a step that was interrupted")
-    return World(state, evolve(world.device, kv=kv), None), output
+    return World(world.state, evolve(world.device, kv=kv), None), output

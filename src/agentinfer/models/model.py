@@ -37,6 +37,7 @@ from agentinfer.models.weights import (
     packed_bytes,
     random_tensors,
     spread_experts,
+    tree_leaves,
 )
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Ranks
@@ -267,6 +268,31 @@ def random_model(model: Model, dtype: torch.dtype, ranks: Ranks, seed: int = 0) 
     model = evolve(model, dtype=_chosen(model, dtype, None))
     tensors = random_tensors(model.specs(model.config), seed=seed)
     return model, _ready(model, load_tensors(packed, tensors, ranks.tp, ranks.device, dtype), None)
+
+
+def model_of_tensors(
+    model: Model, tensors: Mapping[str, Tensor], ranks: Ranks, max_positions: int | None = None
+) -> Any:
+    """This rank's packed weights of *model* (whose dtype is known), from the whole *tensors* of a checkpoint by their
+    keys. Those of no use are ignored, as in a checkpoint.
+
+    Raises CheckpointError listing what is missing, unexpected or of another shape, and for numbers that are not finite.
+    """
+    wanted = {spec.name: spec for leaf in tree_leaves(model.packed) for spec in leaf.parts}
+    named = {name: x for key, x in tensors.items() if (name := model.rename(model.config, key)) is not None}
+    faults = [f"missing: {name}" for name in wanted if name not in named]
+    faults += [f"unexpected: {name}" for name in named if name not in wanted]
+    faults += [
+        f"{name} has shape {tuple(x.shape)}, the model wants {wanted[name].shape}"
+        for name, x in named.items()
+        if name in wanted and tuple(x.shape) != wanted[name].shape
+    ]
+    if faults:
+        raise CheckpointError(f"the tensors are not those of {model.name}: {'; '.join(faults)}")
+    with torch.no_grad():
+        packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
+        weights = load_tensors(packed, named, ranks.tp, ranks.device, _known(model))
+    return _ready(model, weights, max_positions)
 
 
 def dummy_model(

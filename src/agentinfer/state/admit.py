@@ -129,10 +129,12 @@ def arrive(state: EngineState, request: Request) -> tuple[EngineState, SeqId]:
         rejected = (Finished(seq, request, request.prompt, "rejected", str(error)) for seq in seqs)
         return evolve(state, next_seq=first + count, ended=(*state.ended, *rejected)), first
     seed = seed_of(state.limits, request, first)
-    waiting = state.waiting.push(Waiting(first, request, seed, request.prompt, first))
+    versions = ((0, state.version),)
+    waiting = state.waiting.push(Waiting(first, request, seed, request.prompt, first, versions=versions))
     for j, seq in enumerate(seqs[1:], 1):
         derived = child_seed(seed, j)
-        waiting = waiting.push(Waiting(seq, child_of(request, derived), derived, request.prompt, first))
+        asked = child_of(request, derived)
+        waiting = waiting.push(Waiting(seq, asked, derived, request.prompt, first, versions=versions))
     return evolve(state, next_seq=first + count, waiting=waiting), first
 
 
@@ -165,10 +167,13 @@ def end(state: EngineState, seqs: Collection[SeqId], reason: FinishReason, detai
     waiting = [w for seq in seqs if (w := find_waiting(state, seq)) is not None]
     if not running and not waiting:
         return state
-    ended = [Finished(w.seq, w.request, w.tokens, reason, detail, max(w.cached, 0)) for w in waiting]
+    ended = [
+        Finished(w.seq, w.request, w.tokens, reason, detail, max(w.cached, 0), versions=w.versions) for w in waiting
+    ]
     for run in running:
         tokens = known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
-        ended.append(Finished(run.seq, run.request, tokens, reason, detail, int(state.cols.cached[run.row])))
+        cached = int(state.cols.cached[run.row])
+        ended.append(Finished(run.seq, run.request, tokens, reason, detail, cached, versions=run.versions))
     state = _unqueue(state, {w.seq for w in waiting}) if waiting else state
     state = release(state, running) if running else state
     return evolve(state, ended=(*state.ended, *ended))
@@ -208,17 +213,18 @@ def fork(
     check_seeds(chosen)
     run, waiting = find_running(state, seq), find_waiting(state, seq)
     if run is not None:
-        request, seed, parent = run.request, run.seed, seq
+        request, seed, parent, versions = run.request, run.seed, seq, run.versions
         tokens = known_tokens(run, int(state.cols.known[run.row]), state.cols.tail)
     elif waiting is not None:
         request, seed, parent, tokens = waiting.request, waiting.seed, waiting.parent, waiting.tokens
+        versions = waiting.versions
     else:
         raise KeyError(seq)
     if len(chosen) != n:
         raise ValueError(f"{len(chosen)} seeds for {n} children")
     asked = child_of(request) if request.params.n > 1 or request.params.prompt_logprobs is not None else request
     children = tuple(
-        Waiting(SeqId(state.next_seq + i), asked, seed if s is None else s, tokens, parent)
+        Waiting(SeqId(state.next_seq + i), asked, seed if s is None else s, tokens, parent, versions=versions)
         for i, s in enumerate(chosen)
     )
     state = evolve(state, next_seq=state.next_seq + n, requeued=(*state.requeued, *children))
@@ -322,6 +328,7 @@ def early(state: EngineState, waiting: Waiting) -> bool:
 
 
 def parent_of(state: EngineState, waiting: Waiting) -> tuple[Running | None, int]:
-    """The running parent of *waiting*, and how many of its positions have landed."""
+    """The running parent of *waiting*, if it can share its KV, and how many of its positions have landed."""
     parent = find_running(state, waiting.parent) if waiting.parent != waiting.seq else None
+    parent = None if parent is not None and parent.stale else parent
     return parent, 0 if parent is None else int(state.cols.written[parent.row])

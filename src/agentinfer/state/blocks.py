@@ -72,6 +72,13 @@ class BlockPool:
         return pool_html(self)
 
 
+def forgotten(pool: BlockPool) -> BlockPool:
+    """*pool*, in which no content of any block can be found any more; what nobody holds is free."""
+    fresh, empty = [block for block, ticket in pool.lru if pool.cached.get(block) == ticket], BlockPool.empty(0)
+    free = pool.free.push_many(fresh)
+    return BlockPool(pool.refs, free, empty.cached, empty.lru, empty.index, empty.keys, pool.ticket)
+
+
 def block_hash(seed: int, parent: int, salt: str | None, tokens: tuple[int, ...]) -> int:
     """The 64-bit hash of a full block, chained on its parent's hash.
 

@@ -73,6 +73,11 @@ def _running(state: EngineState, run: Running) -> Iterator[str]:
 
 def _registered(state: EngineState, run: Running, written: int) -> Iterator[str]:
     pool, size = state.pool, state.limits.block_size
+    if run.stale and run.hashes:
+        yield f"its KV is of old weights, but {len(run.hashes)} blocks of it are registered"
+    versions = [version for _, version in run.versions]
+    if versions != sorted({*versions}) or versions[-1] != state.version:
+        yield f"its versions {run.versions} do not lead to the state's {state.version}"
     if len(run.hashes) > written // size:
         yield f"{len(run.hashes)} registered blocks, but only {written} positions have landed"
     for i, (block, h, tokens) in enumerate(zip(run.blocks, run.hashes, run.tokens, strict=False)):

@@ -138,12 +138,15 @@ def _fill(draft: _Draft, row: int) -> None:
     """Move a tail block that has just become full from the columns to the record."""
     run = draft.running(row)
     tokens = (*run.tokens, tuple(ints(draft.cols.tail[row])))
-    draft.put(row, Running(run.seq, run.request, run.seed, run.row, tokens, run.blocks, run.hashes))
+    rest = (run.blocks, run.hashes, run.versions, run.stale)
+    draft.put(row, Running(run.seq, run.request, run.seed, run.row, tokens, *rest))
 
 
 def _remember(draft: _Draft, row: int) -> None:
     """Register the full blocks of *row* whose KV has landed; exchange those whose content is known already."""
     run, pool = draft.running(row), draft.pool
+    if run.stale:
+        return
     full = min(int(draft.cols.written[row]) // draft.state.limits.block_size, len(run.tokens))
     blocks, hashes = run.blocks, list(run.hashes)
     for i in range(len(hashes), full):
@@ -156,7 +159,8 @@ def _remember(draft: _Draft, row: int) -> None:
             blocks = _exchange(draft, run.row, blocks, i, found)
         hashes.append(h)
     if len(hashes) > len(run.hashes):
-        draft.put(row, Running(run.seq, run.request, run.seed, run.row, run.tokens, blocks, tuple(hashes)))
+        known = (run.tokens, blocks, tuple(hashes), run.versions)
+        draft.put(row, Running(run.seq, run.request, run.seed, run.row, *known))
 
 
 def _exchange(draft: _Draft, row: Row, blocks: tuple[BlockId, ...], i: int, found: BlockId) -> tuple[BlockId, ...]:
@@ -182,7 +186,9 @@ def _end(draft: _Draft, rows: I32, tokens: I32, ended: Bool, stopped: Bool, brok
 def _finish(draft: _Draft, row: int, reason: FinishReason, detail: str) -> None:
     run, cols = draft.running(row), draft.cols
     known = known_tokens(run, int(cols.known[row]), cols.tail)
-    draft.finished.append(Finished(run.seq, run.request, known, reason, detail, int(cols.cached[row])))
+    draft.finished.append(
+        Finished(run.seq, run.request, known, reason, detail, int(cols.cached[row]), versions=run.versions)
+    )
     draft.pool.drop(run.blocks)
     draft.put(row, None)
 
@@ -205,6 +211,7 @@ def _next_state(draft: _Draft, *, ended: bool) -> EngineState:
         order=order,
         cols=cols,
         pool=draft.pool.freeze(),
+        version=state.version,
         retabled=retabled,
         last=state.last,
         ended=(),

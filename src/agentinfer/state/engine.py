@@ -38,6 +38,8 @@ class EngineState:
     """The rows in use, oldest sequence first."""
     cols: Columns
     pool: BlockPool
+    version: int
+    """Of the model's weights: how often they were swapped."""
     retabled: tuple[TableEntries, ...]
     """Block-table entries that changed since the last plan (a block was exchanged for its equal in the cache)."""
     last: Plan | None
@@ -63,6 +65,7 @@ def initial(limits: Limits) -> EngineState:
         order=order,
         cols=Columns.empty(limits),
         pool=BlockPool.empty(limits.num_blocks),
+        version=0,
         retabled=(),
         last=None,
         ended=(),
@@ -169,6 +172,7 @@ def digest(state: EngineState) -> str:
     facts = (
         state.step,
         state.next_seq,
+        state.version,
         [_facts_of(waiting) for waiting in state.waiting],
         [_facts_of(waiting) for waiting in state.requeued],
         [run and _facts_of(run) for run in state.rows],

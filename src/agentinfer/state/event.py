@@ -54,6 +54,13 @@ class Forked:
 
 
 @frozen
+class Swapped:
+    """The weights are others from the next step on. `recompute`: what runs waits once more, for KV of theirs."""
+
+    recompute: bool = False
+
+
+@frozen
 class Stepped:
     """`schedule` was called. Together with the state before, it names the plan.
 
@@ -89,4 +96,4 @@ class Raised:
     reason: str
 
 
-Event = Arrived | Aborted | Stopped | Forked | Stepped | Landed | Failed | Raised
+Event = Arrived | Aborted | Stopped | Forked | Swapped | Stepped | Landed | Failed | Raised

@@ -10,14 +10,16 @@ from attrs import evolve, frozen
 from agentinfer.state.admit import abort, arrive, fail, fork, release, stop
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import EngineState, find_running, find_waiting, initial, known_tokens
-from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped
+from agentinfer.state.event import Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped, Swapped
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.limits import Limits
+from agentinfer.state.log import Queue
 from agentinfer.state.plan import Output, Plan, sampled
 from agentinfer.state.policy import Policy, throughput
 from agentinfer.state.schedule import schedule
-from agentinfer.state.sequence import Finished, Waiting
+from agentinfer.state.sequence import Finished, Waiting, again
 from agentinfer.state.speculate import accept, speculate
+from agentinfer.state.swap import sampled_by, swap
 
 
 @frozen(eq=False)
@@ -45,6 +47,8 @@ def fold(state: EngineState, events: Iterable[Event]) -> EngineState:
             case Forked(seq, seeds):
                 if find_running(state, seq) is not None or find_waiting(state, seq) is not None:
                     state, _ = fork(state, seq, len(seeds), seeds)
+            case Swapped(recompute):
+                state = swap(state, recompute=recompute)
             case Failed(_, seqs, reason):
                 state = fail(state, seqs, reason)
             case Raised(seq, reason):
@@ -91,16 +95,16 @@ def rewind(old: EngineState, now: EngineState) -> EngineState:
     prefix cache of *now* still holds; at worst something is recomputed. Steps in flight land into nothing.
     """
     back = [
-        Waiting(
-            run.seq, run.request, run.seed, known_tokens(run, int(old.cols.known[run.row]), old.cols.tail), run.seq,
-            int(old.cols.cached[run.row]),
-        )
+        again(run, known_tokens(run, int(old.cols.known[run.row]), old.cols.tail), int(old.cols.cached[run.row]))
         for run in old.rows
         if run is not None
-    ]  # fmt: skip
+    ]
     cleared = release(now, [run for run in now.rows if run is not None])
-    requeued = tuple(sorted([*back, *old.requeued], key=lambda w: w.seq))
-    return evolve(cleared, waiting=old.waiting, requeued=requeued, ended=())
+    requeued, waiting = tuple(sorted([*back, *old.requeued], key=lambda w: w.seq)), old.waiting
+    if now.version != old.version:
+        requeued = tuple(sampled_by(requeued, now.version))
+        waiting = Queue[Waiting].of(sampled_by(waiting, now.version))
+    return evolve(cleared, waiting=waiting, requeued=requeued, ended=())
 
 
 @frozen

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from attrs import evolve
 
-from agentinfer.state.admit import affordable, blocks_wanted, claim, early, limit_of, promised, stop_ids
+from agentinfer.state.admit import affordable, blocks_wanted, claim, early, limit_of, parent_of, promised, stop_ids
 from agentinfer.state.blocks import ROOT, BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import PARAMS, ColumnsDraft
-from agentinfer.state.engine import EngineState, find_running, find_waiting, known_tokens
+from agentinfer.state.engine import EngineState, find_waiting, known_tokens
 from agentinfer.state.ids import I32, BlockId, Row, SeqId, cdiv, every, ints, seal, total
 from agentinfer.state.layout import edits_of, layout, sampling_of
 from agentinfer.state.log import Queue
 from agentinfer.state.plan import Plan, TableEntries, Told
 from agentinfer.state.policy import NOBODY, Policy, Turn, needs, queue, reserve, throughput
 from agentinfer.state.request import edits_logits
-from agentinfer.state.sequence import Running, Waiting
+from agentinfer.state.sequence import Running, Waiting, again, holding
 from agentinfer.state.wanted import fewer, logprobs_wanted, most_scored, scored_by, scored_of, within
 
 
@@ -183,7 +183,7 @@ def _preempt(draft: _Draft, run: Running) -> None:
     """Send *run* back to wait; its KV is forgotten, but for what the prefix cache keeps."""
     cols = draft.state.cols
     tokens = known_tokens(run, int(cols.known[run.row]), cols.tail)
-    draft.preempted.append(Waiting(run.seq, run.request, run.seed, tokens, run.seq, int(cols.cached[run.row])))
+    draft.preempted.append(again(run, tokens, int(cols.cached[run.row])))
     draft.pool.drop(run.blocks)
     draft.cols.clear(run.row)
     draft.put(run.row, None)
@@ -191,7 +191,7 @@ def _preempt(draft: _Draft, run: Running) -> None:
 
 def _extend(draft: _Draft, row: int, blocks: tuple[BlockId, ...]) -> None:
     run = draft.running(row)
-    draft.put(row, Running(run.seq, run.request, run.seed, run.row, run.tokens, run.blocks + blocks, run.hashes))
+    draft.put(row, holding(run, run.blocks + blocks))
     draft.tables.append((run.row, len(run.blocks), blocks))
     draft.cols.own("tail_block")[row] = blocks[-1]
 
@@ -238,9 +238,7 @@ def _enter(
 ) -> tuple[Running | None, int, int]:
     """Give *waiting* the *row* and blocks for its first positions, if it fits."""
     limits, pool = draft.limits, draft.pool
-    parent = find_running(draft.state, waiting.parent) if waiting.parent != waiting.seq else None
-    written = 0 if parent is None else int(draft.state.cols.written[parent.row])
-    had = claim(limits, pool, waiting, parent, written)
+    had = claim(limits, pool, waiting, *parent_of(draft.state, waiting))
     if not affordable(pool, had, blocks_wanted(limits, waiting, reserve=reserve), spoken_for):
         return None, 0, 0
     n = min(len(waiting.tokens) - had.computed, budget)
@@ -262,6 +260,7 @@ def _enter(
         tokens=tuple(tokens[i : i + size] for i in range(0, full, size)),
         blocks=(*had.shared, *fresh),
         hashes=had.hashes,
+        versions=waiting.versions,
     )
     draft.put(row, run)
     draft.tables.append((row, 0, run.blocks))
@@ -383,6 +382,7 @@ def _rest(draft: _Draft, last: Plan | None, *, step: int, retabled: tuple[TableE
         order=order,
         cols=draft.cols.freeze(),
         pool=draft.pool.freeze(),
+        version=state.version,
         retabled=retabled,
         last=last,
         ended=state.ended,

@@ -14,6 +14,16 @@ FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 Status = Literal["WAITING", "PREFILL", "DECODE", "FINISHED", "REJECTED", "ABORTED"]
 
 
+Versions = tuple[tuple[int, int], ...]
+"""Which weights sampled the tokens of a sequence: (position of the first of them, version), ascending."""
+AT_FIRST: Versions = ((0, 0),)
+
+
+def since(versions: Versions, position: int, version: int) -> Versions:
+    """*versions*, from *position* on *version*."""
+    return (*(one for one in versions if one[0] < position), (position, version))
+
+
 @frozen
 class Waiting:
     """Holds no row and no blocks."""
@@ -28,6 +38,7 @@ class Waiting:
     """Whose blocks it may share at admission, if that one still runs. Its own id: nobody's."""
     cached: int = -1
     """Tokens of the prompt that need not be computed at its first admission; -1 before it."""
+    versions: Versions = AT_FIRST
 
 
 @frozen
@@ -43,6 +54,19 @@ class Running:
     blocks: tuple[BlockId, ...]
     hashes: tuple[int, ...]
     """One a leading block that the prefix cache knows."""
+    versions: Versions = AT_FIRST
+    stale: bool = False
+    """Some of its KV was computed with weights that are gone since: nobody else is to find or share any of it."""
+
+
+def holding(run: Running, blocks: tuple[BlockId, ...]) -> Running:
+    """*run* with the block table *blocks*."""
+    return Running(run.seq, run.request, run.seed, run.row, run.tokens, blocks, run.hashes, run.versions, run.stale)
+
+
+def again(run: Running, tokens: tuple[int, ...], cached: int) -> Waiting:
+    """*run*, of which these *tokens* are known, as it waits once more."""
+    return Waiting(run.seq, run.request, run.seed, tokens, run.seq, cached, run.versions)
 
 
 @frozen
@@ -64,6 +88,7 @@ class Finished:
     """Of its output, where that was asked for; the loop adds them, for no state holds them."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """Likewise of its prompt; None for the first token, and for those that were never computed."""
+    versions: Versions = AT_FIRST
 
     @property
     def output(self) -> tuple[int, ...]:

@@ -27,9 +27,9 @@ from agentinfer.state.blocks import BlockHash, PoolDraft, block_hash
 from agentinfer.state.columns import ColumnsDraft
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import EngineState
-from agentinfer.state.ids import I32, BlockId, Bool, SeqId, cdiv, ints, seal
+from agentinfer.state.ids import I32, Bool, SeqId, cdiv, ints, seal
 from agentinfer.state.plan import Output, Plan, Sampled, SamplingColumns, sampled
-from agentinfer.state.sequence import Running
+from agentinfer.state.sequence import holding
 
 Drafts = Mapping[SeqId, Sequence[int]]
 """Guesses at the next tokens of sequences, the very next one first."""
@@ -69,7 +69,7 @@ def speculate(state: EngineState, plan: Plan, drafts: Drafts) -> tuple[EngineSta
         if more := cdiv(first + n, size) - len(run.blocks):
             fresh = pool.take(more)
             tables.append((run.row, len(run.blocks), fresh))
-            run = rows[row] = _holding(run, (*run.blocks, *fresh))
+            run = rows[row] = holding(run, (*run.blocks, *fresh))
         slots += [run.blocks[p // size] * size + p % size for p in range(first, first + n)]
         inputs += drafts[SeqId(seq)][:n]
         cols.own("computed")[row] = cols.own("length")[row] = first + n
@@ -163,10 +163,6 @@ def _widths(state: EngineState, plan: Plan, drafts: Drafts) -> list[int]:
     return widths
 
 
-def _holding(run: Running, blocks: tuple[BlockId, ...]) -> Running:
-    return Running(run.seq, run.request, run.seed, run.row, run.tokens, blocks, run.hashes)
-
-
 def _widened(plan: Plan, widths: I32, slots: list[int], inputs: list[int]) -> Plan:
     """*plan*, whose row i computes widths[i] positions more, with *slots* and *inputs*, and samples after each."""
     at = np.repeat(np.cumsum(plan.count), widths)
@@ -254,7 +250,7 @@ def _taken_back(state: EngineState, plan: Plan) -> EngineState:
         run = runs[row]
         if run is not None:
             pool.drop(run.blocks[n:])
-            runs[row] = _holding(run, run.blocks[:n])
+            runs[row] = holding(run, run.blocks[:n])
             cols.own("tail_block")[row] = run.blocks[n - 1]
     return evolve(state, rows=tuple(runs), cols=cols.freeze(), pool=pool.freeze())
 

@@ -11,7 +11,19 @@ from attrs import frozen
 from agentinfer.errors import AgentInferError
 from agentinfer.state import event as events_module
 from agentinfer.state.engine import digest
-from agentinfer.state.event import VERSION, Aborted, Arrived, Event, Failed, Forked, Landed, Raised, Stepped, Stopped
+from agentinfer.state.event import (
+    VERSION,
+    Aborted,
+    Arrived,
+    Event,
+    Failed,
+    Forked,
+    Landed,
+    Raised,
+    Stepped,
+    Stopped,
+    Swapped,
+)
 from agentinfer.state.history import replay
 from agentinfer.state.limits import Limits
 from agentinfer.state.policy import POLICIES
@@ -56,7 +68,7 @@ def decode_event(data: Mapping[str, Any]) -> Event:
         if kind is Arrived:
             asked = fields["request"]
             return Arrived(Request(asked["prompt"], SamplingParams(**asked["params"]), asked["salt"]))
-        if kind in (Aborted, Stopped, Forked, Stepped, Landed, Failed, Raised):
+        if kind in (Aborted, Stopped, Forked, Swapped, Stepped, Landed, Failed, Raised):
             return kind(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise AgentInferError(f"not an event {data['event']}: {error!r}") from error
