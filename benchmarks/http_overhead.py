@@ -72,6 +72,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle", type=int, default=0)
+    parser.add_argument("--http-process", action="store_true")
     args = parser.parse_args()
     load = Load(
         requests=args.streams,
@@ -88,7 +89,7 @@ def main():
         engine = open_engine(folder, settings)
         offline(engine, load)
         rows = []
-        with serving.running(engine, serving.options(max_queued=2 * args.streams)) as server:
+        with serving.running(engine, serving.options(max_queued=2 * args.streams, apart=args.http_process)) as server:
             for i in range(args.rounds):
                 alone, step_ms = offline(engine, load)  # nothing else runs: the driver waits for a command
                 before, lines = resident(), idle_connections(server, args.idle if i % 2 else 0)

@@ -17,8 +17,9 @@ from attrs import define, evolve, field, frozen
 import toys
 from agentinfer.build import Settings
 from agentinfer.loop import Engine
+from agentinfer.server.front import Options
 from agentinfer.server.guard import Keys
-from agentinfer.server.run import EngineDead, Options, bind, serve
+from agentinfer.server.run import EngineDead, bind, serve
 from agentinfer.state.engine import has_work
 from agentinfer.text import encode
 from tiny import write_tiny

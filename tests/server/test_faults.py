@@ -21,9 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_talker(tmp_path_factory.mktemp("talker")))
 
 
-def test_nothing_leaks_and_nothing_hangs(model: str) -> None:
+@pytest.mark.parametrize("more", [[], ["--http-process"]], ids=["one process", "two"])
+def test_nothing_leaks_and_nothing_hangs(model: str, more: list[str]) -> None:
     """After clients that left, bodies that were none, slow ones, steps that raised and SIGTERM nothing is left."""
-    found = rounds(model, [], seed=1, clients=40, bodies=50, alone=True)
+    found = rounds(model, more, seed=1, clients=40, bodies=50, alone=True)
     assert (found["hung"], found["exit"]) == (0, 0)
     assert found["done"]
     assert found["left"]

@@ -46,6 +46,7 @@ def _address(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how the model writes reasoning and tool calls (default: what its chat template looks like)",
     )
+    group.add_argument("--http-process", action="store_true", help="answer over HTTP in a process of its own")
     group.add_argument("--no-ui", action="store_true", help="no status page at /")
     group.add_argument(
         "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentinfer.cli.opened import opened
@@ -18,8 +15,8 @@ from agentinfer.cli.record import open_recorder
 from agentinfer.cli.usage import Usage, complain
 
 if TYPE_CHECKING:
+    from agentinfer.server.front import Options
     from agentinfer.server.guard import Keys
-    from agentinfer.server.run import Options
 
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "msgspec")
 _OPEN_TO_ALL = ("127.0.0.1", "localhost", "::1")
@@ -50,19 +47,19 @@ def run(args: argparse.Namespace) -> int:
         if recorder is not None:
             recorder.begin(engine.machine.limits, args.policy)
             engine.note = recorder
+        host, port = listener.getsockname()[:2]
         options = _options(args, Keys(users, admins))
         serve(
             engine,
             listener,
             options,
-            ready=lambda _end: _say(options.names[0], listener),
-            trace=None if args.record is None else partial(_trace, args.record),
+            ready=lambda _end: _say(options.names[0], host, port),
         )
     return 0
 
 
 def _options(args: argparse.Namespace, keys: Keys) -> Options:
-    from agentinfer.server.run import Options
+    from agentinfer.server.front import Options
     from agentinfer.server.site import Quotas
 
     quotas = Quotas(
@@ -86,12 +83,9 @@ def _options(args: argparse.Namespace, keys: Keys) -> Options:
         idle_timeout_s=args.idle_timeout,
         max_stall_s=args.step_timeout,
         ui=not args.no_ui,
+        trace=None if args.record is None else str(args.record.absolute()),
+        apart=args.http_process,
     )
-
-
-def _trace(path: Path) -> bytes:
-    """The whole lines of *path*: the last one may still be on its way."""
-    return path.read_bytes().rpartition(b"\n")[0] + b"\n"
 
 
 def _keys(given: Iterable[str], variable: str) -> tuple[str, ...]:
@@ -100,6 +94,5 @@ def _keys(given: Iterable[str], variable: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in found if key.strip())
 
 
-def _say(name: str, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
+def _say(name: str, host: str, port: int) -> None:
     print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -21,7 +21,6 @@ from agentinfer.server.mail import (
     Judged,
     Look,
     Pause,
-    Quit,
     Refused,
     Report,
     Seen,
@@ -114,6 +113,8 @@ class Desk:
     """A ticket has left, or the engine has died."""
     death: asyncio.Event = field(factory=asyncio.Event)
     """The engine has died: `dead` says of what."""
+    heard_s: float = 0.0
+    """When the engine said anything, or was told to go on: time.monotonic."""
 
 
 async def submit(desk: Desk, name: str, items: Sequence[Item]) -> Ticket:
@@ -133,6 +134,8 @@ async def submit(desk: Desk, name: str, items: Sequence[Item]) -> Ticket:
         raise unavailable(f"too busy: {waiting}", "overloaded", retry_after_s(desk))
     ticket = Ticket(desk.next_id, name, time.monotonic(), courses, asyncio.get_running_loop().create_future())
     desk.next_id += 1
+    if not desk.tickets:
+        desk.heard_s = ticket.arrived_s
     desk.tickets[ticket.id] = ticket
     desk.num_queued += len(courses)
     desk.tokens_queued += new
@@ -222,13 +225,13 @@ def drop(desk: Desk, tickets: Iterable[Ticket], reason: str) -> None:
 
 def pause(desk: Desk, *, paused: bool) -> None:
     """Let the engine rest, or go on."""
-    desk.paused = paused
+    desk.paused, desk.heard_s = paused, time.monotonic()
     desk.post(Pause(paused))
 
 
-def quit_engine(desk: Desk) -> None:
-    """End the engine's thread."""
-    desk.post(Quit())
+def silent_s(desk: Desk) -> float:
+    """How long the engine has said nothing, although there are requests: each step says something."""
+    return time.monotonic() - desk.heard_s if desk.tickets and not desk.paused else 0.0
 
 
 async def look(desk: Desk) -> Seen:
@@ -246,7 +249,7 @@ async def look(desk: Desk) -> Seen:
 
 def hear(desk: Desk, reports: Iterable[Report]) -> None:
     """Put what the engine said where it belongs."""
-    now = time.monotonic()
+    now = desk.heard_s = time.monotonic()
     for report in reports:
         match report:
             case Turned():

@@ -3,6 +3,7 @@
 * A step of the device that raises ends its own requests, and the next one goes on. After FATAL such steps in a row, and
   whatever else a step raises, the engine is dead: all are told, and the thread ends.
 * Commands are heard between two steps, so a request that nobody waits for holds its blocks for one step at most.
+* Commands come in by `take_in`: what asks for a form waits in a thread of its own until its grammar is compiled.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from attrs import define, field, frozen
 
 from agentinfer.errors import InvalidRequest
+from agentinfer.grammar import check_form
 from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
 from agentinfer.result import shown
 from agentinfer.server.mail import (
@@ -28,6 +31,7 @@ from agentinfer.server.mail import (
     Look,
     Pause,
     Quit,
+    Ready,
     Refused,
     Report,
     Seen,
@@ -70,8 +74,49 @@ class Driver:
     """Steps in a row that failed."""
     planned: int = -1
     """The last plan whose positions were counted."""
-    began: float | None = None
-    """When the step that runs began (time.monotonic); None: none runs. For another thread to see one that hangs."""
+    dead: str | None = None
+    """Why it can not go on."""
+
+
+@define(eq=False)
+class Intake:
+    """Mutable: the way of commands to a driver. For one thread to call, besides the one of `forms`."""
+
+    engine: Engine
+    inbox: SimpleQueue[Command]
+    tell: Tell
+    forms: Executor
+    """Of one thread: grammars are compiled one after the other."""
+    compiling: dict[int, Submit] = field(factory=dict[int, Submit])
+    """Requests whose grammar is not compiled yet."""
+
+
+def take_in(intake: Intake, command: Command) -> None:
+    """Give *command* to the driver, once the grammar that it may ask for is compiled and found by the engine."""
+    match command:
+        case Submit(id, items) if any(item.params.structured_outputs is not None for item in items):
+            intake.compiling[id] = command
+            intake.forms.submit(_compile, intake, command)
+        case Drop(id) if intake.compiling.pop(id, None) is not None:
+            pass  # it never comes to the driver
+        case _:
+            intake.inbox.put(command)
+
+
+def _compile(intake: Intake, asked: Submit) -> None:
+    refused = None
+    for index, item in enumerate(asked.items):
+        try:
+            check_form(intake.engine.grammars, Request(item.prompt, item.params))
+        except InvalidRequest as error:
+            refused = Refused(asked.id, index, error.field, str(error))
+            break
+    if intake.compiling.pop(asked.id, None) is None:
+        return  # nobody waits for it any more
+    if refused is None:
+        intake.inbox.put(asked)
+    else:
+        intake.tell([refused])
 
 
 def drive(driver: Driver) -> None:
@@ -86,9 +131,8 @@ def drive(driver: Driver) -> None:
             if driver.engine.unfinished and not driver.paused:
                 _turn(driver)
     except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must be told
-        driver.tell([Died(f"{type(error).__name__}: {error}")])
-    finally:
-        driver.began = None
+        driver.dead = f"{type(error).__name__}: {error}"
+        driver.tell([Died(driver.dead)])
 
 
 def _heard(driver: Driver) -> list[Command]:
@@ -118,7 +162,7 @@ def _obey(driver: Driver, command: Command) -> None:
             driver.paused = paused
         case Look(id):
             driver.tell([Seen(id, facts(driver.engine))])
-        case Quit():
+        case Quit() | Ready():
             pass
 
 
@@ -141,9 +185,9 @@ def _submit(driver: Driver, asked: Submit) -> None:
 def _turn(driver: Driver) -> None:
     """One step of the engine. Raises whatever makes it useless."""
     engine = driver.engine
-    driver.began = time.monotonic()
+    began = time.monotonic()
     output = engine.step()
-    busy_s, driver.began = time.monotonic() - driver.began, None
+    busy_s = time.monotonic() - began
     plan, num_positions, num_preempted = engine.world.state.last, 0, 0
     if plan is not None and plan.step > driver.planned:
         driver.planned, num_positions, num_preempted = plan.step, len(plan.slots), len(plan.preempted)

@@ -49,7 +49,11 @@ class Quit(Struct, frozen=True, tag=True):
     """End the thread. Immutable."""
 
 
-Command = Submit | Drop | Pause | Look | Quit
+class Ready(Struct, frozen=True, tag=True):
+    """Requests are answered now. Immutable. From an HTTP side in a process of its own."""
+
+
+Command = Submit | Drop | Pause | Look | Quit | Ready
 
 # --- from the engine -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,11 +10,11 @@ from starlette.responses import Response
 
 from agentinfer import __version__
 from agentinfer.server.answer import json_response
-from agentinfer.server.desk import check_open, drop, look, pause, retry_after_s
+from agentinfer.server.desk import check_open, drop, look, pause, retry_after_s, silent_s
 from agentinfer.server.metrics import exposition, generated_per_s, tokens_per_s
 from agentinfer.server.problems import Problem, invalid, unavailable
 from agentinfer.server.protocol import read_json
-from agentinfer.server.site import Site, bytes_of
+from agentinfer.server.site import Site, bytes_of, in_pool
 
 _RECENT_S = 300
 
@@ -25,7 +24,7 @@ async def health(site: Site, _request: Request) -> Response:
     check_open(site.desk)
     if site.desk.paused:
         raise unavailable("paused by the administrator", "paused")
-    stalled_s = site.stalled_s()
+    stalled_s = silent_s(site.desk)
     if stalled_s > site.max_stall_s:
         raise unavailable(f"a step has taken {stalled_s:.0f} s, and has not ended", "stalled")
     return json_response({"status": "ok"})
@@ -124,7 +123,8 @@ async def state(site: Site, _request: Request) -> Response:
 
 async def trace(site: Site, _request: Request) -> Response:
     """What `agentinfer replay` can live through again: every event since the start, with the digest after it."""
-    read: Callable[[], bytes] | None = site.trace
-    if read is None:
+    if site.trace is None:
         raise Problem(409, "nothing is recorded: start the server with --record FILE", code="not_recorded")
-    return Response(read(), media_type="application/jsonl")
+    data = await in_pool(site, site.trace.read_bytes)
+    whole = data[: data.rfind(b"\n") + 1]  # the last line may still be on its way
+    return Response(whole, media_type="application/jsonl")

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -64,20 +64,14 @@ class Site:
     """How the model writes reasoning and tool calls; None: neither is looked for."""
     pool: Executor
     """Where prompts become tokens."""
-    forms: Executor
-    """Where grammars are compiled, one after the other."""
     form_slots: asyncio.Semaphore
-    """One for each grammar that may be compiled or wait for it."""
-    prepare: Callable[[Item], None]
-    """Compile the form that an item asks for, so that the engine finds it. Raises InvalidRequest."""
-    stalled_s: Callable[[], float]
-    """How long the step that runs now has taken."""
+    """One for each request whose grammar may be compiled, or wait for it."""
     max_stall_s: float
-    """What takes longer is no step, but a hang."""
+    """A step that takes longer is a hang."""
     ui: bool = True
     """There is a status page."""
-    trace: Callable[[], bytes] | None = None
-    """The recorded trace so far, if the engine is recorded."""
+    trace: Path | None = None
+    """Where the engine is recorded, if it is."""
     warned: set[str] = field(factory=set[str])
     """Names of fields that a warning was logged for."""
 
@@ -132,24 +126,20 @@ def _warn(site: Site, names: Sequence[str]) -> None:
 
 async def in_pool(site: Site, work: Callable[[], Found]) -> Found:
     """*work*, done by another thread: the event loop goes on. Raises Problem for what the engine calls invalid."""
-    return await _in(site.pool, work)
-
-
-async def _in(executor: Executor, work: Callable[[], Found]) -> Found:
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        return await asyncio.get_running_loop().run_in_executor(site.pool, work)
     except InvalidRequest as error:
         raise of_invalid_request(error) from error
 
 
 async def enter(site: Site, name: str, items: Sequence[Item]) -> Ticket:
     """Give *items*, all of one form, to the engine: see `submit`. Raises Problem."""
-    if items[0].params.structured_outputs is not None:
-        if site.form_slots.locked():
-            raise unavailable("too many grammars wait to be compiled", "overloaded", 1)
-        async with site.form_slots:
-            await _in(site.forms, partial(site.prepare, items[0]))
-    return await submit(site.desk, name, items)
+    if items[0].params.structured_outputs is None:
+        return await submit(site.desk, name, items)
+    if site.form_slots.locked():
+        raise unavailable("too many grammars wait to be compiled", "overloaded", 1)
+    async with site.form_slots:
+        return await submit(site.desk, name, items)
 
 
 def check_quotas(site: Site, params: SamplingParams) -> None:
