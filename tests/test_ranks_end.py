@@ -244,7 +244,8 @@ def test_torchrun_ends_when_a_rank_is_killed(folder: Path) -> None:
     _, said = started.communicate(timeout=60)
     assert ended_within(below, SOON_S)
     assert started.returncode
-    assert re.search(r"agentinfer: rank [01] died", said)
+    # torchrun ends the other rank at once: that one says who died, if it gets so far, and torchrun does in any case.
+    assert re.search(r"agentinfer: rank [01] died|rank +: [01] ", said)
 
 
 STRAY = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "MASTER_ADDR": "127.0.0.1"}
