@@ -705,8 +705,8 @@ _TIME = (
         name="log_shared_with_a_branch",
         kind="impurity (writes into an old column)",
         file="log.py",
-        old="items = self._items if len(self._items) == self._size else self._items[: self._size]\n        items.append",
-        new="items = self._items\n        items.append",
+        old="items = self._items if len(self._items) == self._size else self._items[: self._size]\n        items.a",
+        new="items = self._items\n        items.a",
         breaks="two arrivals after the same state: the second history sees the first one's request, and loses its own",
     ),
     Fault(
@@ -936,7 +936,7 @@ _EDITS = (
         kind="logits edited for the wrong row, or from the wrong tokens",
         file="layout.py",
         old="return tuple(Edit(i, run.row, run.seq, run.request) for i, run in runs)",
-        new="return tuple(Edit(i, Row(i + 1), run.seq, run.request) for i, run in runs)",
+        new="return tuple(Edit(i, type(run.row)(i + 1), run.seq, run.request) for i, run in runs)",
         breaks="the counts of another row are used once rows are not in the order of the samples",
     ),
     Fault(
