@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import agentinfer
 from agentinfer.cli.flags_form import form_flags
+from agentinfer.cli.flags_said import said_flags
 from agentinfer.cli.flags_serve import bench_serve_flags, serve_flags
 from agentinfer.cli.usage import Usage, line
 from agentinfer.cli.values import counts, integer, number, span, token_ids
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     _prompts(generate)
     _sampling(generate)
     form_flags(generate)
+    said_flags(generate, integer)
     _engine(generate)
     generate.add_argument(
         "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"
@@ -96,7 +98,8 @@ _GENERATE = (
     "Without --json, one prompt's text is streamed; several come as blocks. Exit status: 0; 1 if a prompt was refused "
     "or failed (alone: the others go on); 2 for wrong usage or a wrong model. A JSON object has index, prompt_ids, "
     "output_ids, text (null without a tokenizer), finish_reason (stop, length, abort, error, rejected), cached_tokens, "
-    "error (null if all went well)."
+    "error (null if all went well); with --logprobs logprobs and text_offsets, with --prompt-logprobs prompt_logprobs, "
+    "with --n outputs."
 )
 _CHAT = (
     "/quit or ctrl-d ends it, /new forgets the conversation, ctrl-c ends an answer early. Reads questions from a pipe, "

@@ -6,13 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from agentinfer.cli.form import formed
 from agentinfer.cli.interrupt import on_interrupt
 from agentinfer.cli.opened import opened, params_of
 from agentinfer.cli.prompts import Prompt, read_prompts
 from agentinfer.cli.record import Recorder, open_recorder
+from agentinfer.cli.said import as_json, told
 from agentinfer.cli.usage import complain
 from agentinfer.errors import InvalidRequest
 from agentinfer.loop import Engine, Result, generate, stream
@@ -21,7 +22,7 @@ from agentinfer.state.request import SamplingParams
 
 def run(args: argparse.Namespace) -> int:
     """0 if every prompt was completed, 1 if one was refused or failed. Raises Usage."""
-    prompts, params = read_prompts(args.prompts), formed(args, params_of(args))
+    prompts, params = read_prompts(args.prompts), told(args, formed(args, params_of(args)))
     with ExitStack() as stack:
         recorder = open_recorder(args.record) if args.record is not None else None
         if recorder is not None:
@@ -49,19 +50,6 @@ def _as_json(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) 
     for result in results:
         print(json.dumps(as_json(result)))
     return _status(results)
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """*result* as JSON data, its keys in the documented order."""
-    return {
-        "index": result.index,
-        "prompt_ids": list(result.prompt_ids),
-        "output_ids": list(result.output_ids),
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "cached_tokens": result.cached_tokens,
-        "error": result.error,
-    }
 
 
 def _as_blocks(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> int:

@@ -68,7 +68,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         compile=args.compile,
         dummy_weights=args.dummy_weights,
         ep=args.ep,
-        **({"max_logprobs": args.max_logprobs} if hasattr(args, "max_logprobs") else {}),
+        **{name: vars(args)[name] for name in ("max_logprobs", "logprobs_mode") if hasattr(args, name)},
     )
 
 
