@@ -9,27 +9,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
 
 import deepseeks
 import tiny
-from agentinfer import speculative
+from agentinfer import graphs, speculative
 from agentinfer.build import Settings, build
 from agentinfer.errors import AgentInferError
 from agentinfer.lifeline import Beat, late
 from agentinfer.loop import Engine, Result, generate, open_engine, start
 from agentinfer.models.model import kv_layout, load_model
 from agentinfer.ops.comm import Group, Pulse, Ranks, Threads, alone, connect, open_store
-from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
+from agentinfer.ops.parts import choose_parts
 from agentinfer.ops.provide import reference
+from agentinfer.ops.sample import idle
 from agentinfer.ranks import Diverged, Lead, follow
+from agentinfer.sampling import edited
 from agentinfer.speculative import Tally, draft_model
 from agentinfer.state.engine import EngineState, digest
+from agentinfer.state.plan import Plan
 from agentinfer.state.policy import Policy, reserve, throughput
 from agentinfer.state.request import Request, SamplingParams
+from agentinfer.steps import Device, Flight, Machine, decode_step, in_parts
 
 SETTINGS = Settings(device="cpu", block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16, seed=7)
 PROMPTS = [[1, 2, 3], [5] * 21, [9, 8, 7, 6], [1, 2, 3, 4, 5], [11, 12]]
@@ -115,6 +121,7 @@ def together(
     drive: Callable[[Engine], Any],
     settings: Settings = SETTINGS,
     follower: Policy = throughput,
+    change: Callable[[Machine], Machine] = lambda m: m,
 ) -> tuple[Any, list[list[str]]]:
     """What *drive* makes of rank 0's engine, and the digests of the states of each rank, one a step."""
     lines: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
@@ -134,6 +141,7 @@ def together(
     def work(group: Group) -> Any:
         policy = watched(follower if group.rank else throughput, digests[group.rank])
         machine, device = build(folder, settings, (), policy, ranks=of(group, ep=settings.ep))
+        machine = change(machine)
         if group.rank:
             return digest(follow(machine, device, hear(group.rank), Pulse()))
         engine = start(machine, device)
@@ -187,6 +195,48 @@ def test_experts_spread_over_ranks_answer_as_one(tmp_path: Path, size: int, kind
     found, _ = together(folder, size, kind, drive, settings)
     for name, _ in WORKS:
         assert [r.output_ids for r in found[name]] == [r.output_ids for r in want[name]], name
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_graphs_of_ranks_can_not_choose_is_chosen_after_them(folder: Path, overlap: bool) -> None:
+    """A stand-in for captured graphs, which leave logits cut over the ranks and heed no filters: rows with filters,
+    edits or log-probabilities are chosen from all logits, beside rows without, as one rank chooses them.
+    """
+    settings, replayed = evolve(SETTINGS, overlap=overlap), list[int]()
+
+    def replaying(m: Machine) -> Machine:
+        def replay(device: Device, plan: Plan) -> tuple[Flight, Device] | None:
+            rows = len(plan.rows)
+            if not rows == len(plan.samples) == len(plan.slots) or plan.scored is not None:
+                return None
+            x, kv = stage(plan, device.kv, device.last)
+            logits_SV, kv = decode_step(in_parts(m), kv, x)
+            places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
+            logits = torch.full((rows + 3, logits_SV.shape[1]), float("nan"))
+            logits[:rows] = logits_SV[torch.from_numpy(places).long()]
+            asked = idle(plan.sampling, sum(edited(plan), ()))
+            chosen = torch.zeros((2, rows + 3), dtype=torch.int64)
+            chosen[:, :rows] = choose_parts(None, logits_SV, asked, m.ranks.tp, m.limits.vocab_size)
+            device = Device(kv, remember(device.last, x, chosen[0, :rows]), device.edits)
+            replayed.append(rows)
+            return graphs._after(m, logits, chosen, device, plan, places)
+
+        return evolve(m, replay=replay)
+
+    how = [
+        params(**WORKS[1][1]), params(**WORKS[2][1]), params(temperature=0.0, logit_bias={5: 3.0}, frequency_penalty=1),
+        params(temperature=1.0, seed=5, min_p=0.05, bad_words=[(7, 8)]), params(temperature=0.0, logprobs=3),
+    ]  # fmt: skip
+
+    def drive(engine: Engine) -> Any:
+        results = generate(engine, PROMPTS, how)
+        judged = [(said.rank, said.top_ids) for r in results for said in r.outputs[0].logprobs or ()]
+        return [r.output_ids for r in results], judged
+
+    want = drive(open_engine(folder, settings))
+    assert len(want[1]) == 9
+    assert together(folder, 2, threads, drive, settings, change=replaying)[0] == want
+    assert max(replayed) == 4
 
 
 def test_aborts_forks_and_preemption_reach_all_ranks(folder: Path) -> None:

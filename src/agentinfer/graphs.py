@@ -21,11 +21,11 @@ from agentinfer.errors import GraphBinding, InvalidSetting, StaleHandle
 from agentinfer.judging import basis_of
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
-from agentinfer.ops.sample import idle, words
+from agentinfer.ops.sample import idle, needs_filters, words
 from agentinfer.sampling import Late, choose_edited, count_chosen, edit_on_device, edited, enter, pass_on
-from agentinfer.state.ids import I32
+from agentinfer.state.ids import I32, ints
 from agentinfer.state.plan import Plan
-from agentinfer.steps import Device, Flight, Machine, decode_step, take_off
+from agentinfer.steps import Device, Flight, Machine, decode_step, in_parts, take_off
 
 PARAMS_WORDS = 8
 LEAD = 4
@@ -171,7 +171,7 @@ def capture(
     They share a *pool* (torch.cuda.graph_pool_handle()) of memory for intermediates; the largest is captured first.
     Raises InvalidSetting if these ops can not be captured.
     """
-    if m.ops.sample_rows is None:
+    if m.ops.sample_rows is None or (m.ranks.tp.size > 1 and m.ops.part_rows is None):
         raise InvalidSetting("ops", f"{m.ops.name}: these ops wait for the host, so no graph can be made of them")
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     graphs: dict[int, Captured] = {}
@@ -207,17 +207,21 @@ def _capture(m: Machine, device: Donated[Device], size: int, pool: Any) -> tuple
 def _step(
     m: Machine, device: Donated[Device], block: Block, ids: Tensor, counts: tuple[Tensor, Tensor], chosen: Tensor
 ) -> tuple[Tensor, Device]:
-    """What a graph holds: table entries and inputs, forward, sampling, last tokens. Logits, device."""
+    """What a graph holds: table entries and inputs, forward, sampling, last tokens. Logits (of several ranks this one's
+    part), device.
+    """
     from agentinfer.ops.kernels.step import begin, hand_over
 
     kv, last = device.kv, device.last
     begin(block.entries, kv.table, block.inputs, block.rows, last, ids)
     x = inputs_of(block, kv.table, ids, counts, m.limits.max_model_len)
-    logits_RV, kv = decode_step(m, kv, x)
-    if m.ops.sample_rows is not None:
-        sampled = torch.empty_like(chosen)
+    tp, sampled = m.ranks.tp, torch.empty_like(chosen)
+    logits_RV, kv = decode_step(in_parts(m) if tp.size > 1 else m, kv, x)
+    if tp.size > 1 and m.ops.part_rows is not None:
+        m.ops.part_rows(logits_RV, block.params, block.index, tp, m.limits.vocab_size, sampled[0], sampled[1])
+    elif m.ops.sample_rows is not None:
         m.ops.sample_rows(logits_RV, block.params, block.index, sampled[0], sampled[1])
-        hand_over(sampled, block.rows, block.places, last, chosen)
+    hand_over(sampled, block.rows, block.places, last, chosen)
     return logits_RV, Device(kv, last, device.edits)
 
 
@@ -266,19 +270,23 @@ def _after(
     """The flight of *plan*, of which a graph has just made *logits* and *chosen*, after the samples that no graph can
     choose. *Donates* device. *places*: which row of the plan each of the graph is.
     """
-    now, late = edited(plan)
+    tp, (now, late) = m.ranks.tp, edited(plan)
+    if tp.size > 1:  # their graphs heed no filters
+        now = tuple(sorted({*now, *ints(needs_filters(plan.sampling, m.limits.vocab_size))}.difference(late)))
     if not now and not late and plan.logprobs is None:
         return take_off(plan, chosen), device
+    logits_RV = tp.all_gather_last_dim(logits_RV)[:, : m.limits.vocab_size]
     at, last, tables = np.argsort(places), device.last, device.edits
-    basis = basis_of(plan, m.logprobs_mode, logits_RV, at) if m.ranks.tp.rank == 0 else None
+    basis = basis_of(plan, m.logprobs_mode, logits_RV, at) if tp.rank == 0 else None
     if now:
         logits_PV = edit_on_device(m.ops, tables, plan, now, logits_RV, at[list(now)])
-        chosen = enter(chosen, now, choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)[0])
+        found = choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)[0]
+        chosen = enter(chosen, now, tp.broadcast(found))
         last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
     waiting = None
     if late:
         logits_PV = edit_on_device(m.ops, tables, plan, late, logits_RV, at[list(late)])
-        waiting = Late(late, logits_PV if m.ranks.tp.rank == 0 else None, chosen, basis)
+        waiting = Late(late, logits_PV if tp.rank == 0 else None, chosen, basis)
     return take_off(plan, chosen, basis, waiting), Device(device.kv, last, tables)
 
 

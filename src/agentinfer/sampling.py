@@ -22,7 +22,7 @@ from agentinfer.ops.edit import EditTables, ban, count, mask
 from agentinfer.ops.inputs import put
 from agentinfer.ops.kv import Donated
 from agentinfer.ops.provide import Ops
-from agentinfer.ops.sample import choose_on_device, subset
+from agentinfer.ops.sample import choose_on_device, needs_filters, subset
 from agentinfer.state.ids import I32, I64, SeqId, ints
 from agentinfer.state.plan import Edit, Plan
 from agentinfer.state.request import Request, bad_tokens, biased, needs_host, penalised
@@ -85,6 +85,12 @@ def edited(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     asked = {edit.sample for edit in plan.edits} | {sample for sample, _ in plan.sampling.banned}
     asked.update(ints(which[((s.top_p < 1) | (s.min_p > 0) | (s.top_k > 0))[which]]))
     return tuple(sorted(asked.difference(late))), late
+
+
+def needs_whole(plan: Plan, vocab_size: int) -> bool:
+    """Whether *plan* asks for more than greedy and plainly noisy samples, whose logits may stay cut over ranks."""
+    asked = plan.edits or plan.sampling.banned or plan.logprobs is not None or plan.scored is not None
+    return bool(asked) or len(needs_filters(plan.sampling, vocab_size)) > 0
 
 
 def completing(words: Sequence[Sequence[int]], output: Sequence[int]) -> Iterator[int]:

@@ -16,6 +16,7 @@ from agentinfer.ops.comm import Ranks
 from agentinfer.ops.edit import EditTables, tell
 from agentinfer.ops.inputs import Inputs, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
+from agentinfer.ops.parts import choose_parts
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.sample import idle
 from agentinfer.sampling import (
@@ -28,6 +29,7 @@ from agentinfer.sampling import (
     edit_on_device,
     edited,
     enter,
+    needs_whole,
     pass_on,
 )
 from agentinfer.state.event import Failed
@@ -121,6 +123,10 @@ def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Fa
 def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Device]:
     x, kv = stage(plan, device.kv, device.last)
     step = decode_step if x.max_query == 1 else prefill_step
+    if m.ranks.tp.size > 1 and not needs_whole(plan, m.limits.vocab_size):
+        logits_SV, kv = step(in_parts(m), kv, x)
+        chosen = choose_parts(m.ops.part_rows, logits_SV, plan.sampling, m.ranks.tp, m.limits.vocab_size)
+        return take_off(plan, chosen), Device(kv, remember(device.last, x, chosen[0]), device.edits)
     logits_SV, kv = step(m, kv, x)
     now, late = edited(plan)
     basis, scored = _asked(m, plan, logits_SV)
@@ -131,6 +137,11 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     tables = count_chosen(device.edits, plan, now, chosen)
     device = Device(kv, remember(device.last, x, chosen[0]), tables)
     return take_off(plan, chosen, basis, Late(late, waiting, chosen, basis) if late else None, scored), device
+
+
+def in_parts(m: Machine) -> Machine:
+    """*m*, whose steps leave the logits cut over the ranks."""
+    return evolve(m, ranks=evolve(m.ranks, parts=True))
 
 
 def _asked(m: Machine, plan: Plan, logits_SV: Tensor) -> tuple[Basis | None, Tensor | None]:

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from agentinfer.models.weights import Spec
-from agentinfer.ops.comm import Group
+from agentinfer.ops.comm import ONE, Ranks
 from agentinfer.ops.compiled import Layer
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import Donated, KvCache
@@ -81,15 +81,17 @@ def ready(w: Weights[L, Tensor], cos_sin: Tensor, layer: Callable[[L], L] = lamb
 
 
 def forward(
-    w: Ready[Any], ops: Ops, tp: Group, kv: Donated[KvCache], x: Inputs, run: Layer, shared: Any,
+    w: Ready[Any], ops: Ops, ranks: Ranks, kv: Donated[KvCache], x: Inputs, run: Layer, shared: Any,
     windows: Iterable[int | None], eps: float, vocab_size: int,
 ) -> tuple[Tensor, KvCache]:  # fmt: skip
-    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's. *Donates* kv.
+    """Logits of the wanted positions, [S, V] float32, and the KV cache with this step's. *Donates* kv. Where *ranks*
+    leave logits in parts, V is as long as the part.
 
     *run* does each layer, given what all of them *shared* and its own of *windows*.
     """
     kv = kv.consume("forward")
-    stream = ops.embed(x.ids, w.embed, tp)
+    stream = ops.embed(x.ids, w.embed, ranks.tp)
     for weights, cache, window in zip(w.layers, kv.layers, windows, strict=True):
         stream = run(shared, weights, window, cache, x, stream)
-    return ops.norm_head(stream, x.samples, w.norm, w.head, eps, tp, vocab_size), kv
+    group, width = (ONE, len(w.head)) if ranks.parts else (ranks.tp, vocab_size)
+    return ops.norm_head(stream, x.samples, w.norm, w.head, eps, group, width), kv

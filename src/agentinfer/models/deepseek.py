@@ -186,7 +186,7 @@ def forward(
     tp, routing = ranks.tp, mlp.local_routing(c.experts, ranks)
     shared = Shared(ops, tp, local_shape(c, tp.size), routing, c.norm_eps, c.scale, w.cos_sin)
     windows = (None,) * c.num_layers
-    return decoder.forward(w, ops, tp, kv, x, run, shared, windows, c.norm_eps, c.vocab_size)
+    return decoder.forward(w, ops, ranks, kv, x, run, shared, windows, c.norm_eps, c.vocab_size)
 
 
 def local_shape(c: DeepseekConfig, tp: int) -> LatentShape:

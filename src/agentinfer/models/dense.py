@@ -185,7 +185,7 @@ def forward(
         kv = kv.consume("forward")
         return ops.row_step(w, heads, c.windows, c.norm_eps, c.scale, tp, kv.layers, x), kv
     shared = Shared(ops, tp, heads, c.norm_eps, c.scale, w.cos_sin)
-    return decoder.forward(w, ops, tp, kv, x, run, shared, c.windows, c.norm_eps, c.vocab_size)
+    return decoder.forward(w, ops, ranks, kv, x, run, shared, c.windows, c.norm_eps, c.vocab_size)
 
 
 def local_heads(c: DenseConfig, tp: int) -> HeadShape:

@@ -215,7 +215,7 @@ def forward(
     tp, d = ranks.tp, c.dense
     attention = dense.Shared(ops, tp, dense.local_heads(d, tp.size), d.norm_eps, d.scale, w.cos_sin)
     shared = Shared(attention, mlp.local_routing(c.experts, ranks))
-    return decoder.forward(w, ops, tp, kv, x, run, shared, d.windows, d.norm_eps, d.vocab_size)
+    return decoder.forward(w, ops, ranks, kv, x, run, shared, d.windows, d.norm_eps, d.vocab_size)
 
 
 def layer_shape(c: Qwen3MoeConfig, tp: int) -> LayerShape:

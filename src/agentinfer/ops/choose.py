@@ -176,6 +176,8 @@ LATENT: Final = ("reference", "triton")
 """Providers of latent attention."""
 EXPERTS: Final = ("reference", "triton")
 """Providers of experts."""
+SAMPLING: Final = ("sample", "sample_rows", "part_rows", "edit_rows")
+"""The calls that choose tokens, and what is done to logits before."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
 """Providers that do not sample, and whose layers ask nothing of the host: with sampling they can be captured."""
 
@@ -270,11 +272,14 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
     ops, why = MAKERS[name](site), {"attend": asked, **layer}
     if name in ATTENTIONS and refusal("triton", site) is None:
         ours = MAKERS["triton"](site)
-        ops = attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows, edit_rows=ours.edit_rows)
-        why |= dict.fromkeys(
-            ("sample", "sample_rows", "edit_rows"), f"triton: {name} does not sample, and graphs need it on the device"
-        )
+        ops = attrs.evolve(ops, **_sampling(ours))
+        why |= dict.fromkeys(SAMPLING, f"triton: {name} does not sample, and graphs need it on the device")
     return ops, _because(others.get(name, asked), **why, **_lacking(name))
+
+
+def _sampling(ops: Ops) -> Mapping[str, Any]:
+    """What chooses tokens in *ops*."""
+    return {name: getattr(ops, name) for name in SAMPLING}
 
 
 def _because(reason: str, **others: str) -> Mapping[str, str]:
@@ -338,7 +343,7 @@ def traced_on(name: str, site: Site) -> Ops:
     ours, _ = chosen("triton", site)
     traced = _traced_with_fa3(name, site)
     ops = traced or _opaque_gpu(fa3=False)
-    return attrs.evolve(ops, sample=ours.sample, sample_rows=ours.sample_rows, edit_rows=ours.edit_rows)
+    return attrs.evolve(ops, **_sampling(ours))
 
 
 def _traced_with_fa3(name: str, site: Site) -> Ops | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from attrs import define, frozen
@@ -329,6 +329,10 @@ class Group:
         return x if self.size == 1 else self.comm.broadcast(x, source, self.rank)
 
 
+ONE: Final = Group(0, 1, Alone())
+"""A group of one."""
+
+
 @frozen(eq=False)
 class Ranks:
     """Who takes part in a forward pass, and where this rank computes. An argument of forward, load and capture."""
@@ -337,8 +341,10 @@ class Ranks:
     ep: bool
     """Experts are spread over the ranks of `tp`, not cut by width."""
     device: torch.device
+    parts: bool = False
+    """Logits stay cut: each rank gives those of its own part of the vocabulary, padding included."""
 
 
 def alone(device: str | torch.device = "cpu", *, ep: bool = False) -> Ranks:
     """One rank on *device*."""
-    return Ranks(tp=Group(0, 1, Alone()), ep=ep, device=torch.device(device))
+    return Ranks(tp=ONE, ep=ep, device=torch.device(device))

@@ -28,6 +28,7 @@ from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
 from agentinfer.ops.moe import ExpertShape, Routing
+from agentinfer.ops.parts import PartRows
 from agentinfer.ops.sample import Sample, SampleRows
 
 __all__ = [
@@ -148,6 +149,8 @@ class Ops:
     """(logits_SV, sampling) -> tokens [S] int64, ok [S] bool."""
     sample_rows: SampleRows | None = None
     """Sampling that a graph can capture; None: these ops wait for the host, so no graph can be made of them."""
+    part_rows: PartRows | None = None
+    """The same of logits that are cut over ranks; None: it is done on the host."""
     edit_rows: EditRows = edit.edit_rows
     """(logits_SV, places_3P, tables) -> [P, V] float32: some rows, with their bias and penalties."""
     row_step: RowStep | None = None

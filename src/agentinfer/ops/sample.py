@@ -202,15 +202,26 @@ def choose(ids: I64, z: F32, seed: int, index: int) -> int:
 
 
 def choose_each(left: Sequence[tuple[I64, F32]], seeds: Sequence[int], index: Sequence[int]) -> list[int]:
-    """The token of each of several samples, of which `survivors` has *left* these ids and their z.
+    """The token of each of several samples, of which `survivors` has *left* these ids and their z."""
+    return [token for _, token in best_each(left, seeds, index)]
+
+
+def best_each(
+    left: Sequence[tuple[I64, F32]], seeds: Sequence[int], index: Sequence[int]
+) -> list[tuple[float, int]]:  # fmt: skip
+    """(-score, token) of the best of each of several samples, of which *left* has some ids, ascending, and their z;
+    (inf, 0) of none.
 
     Noise is computed only where it can matter: first for the likely tokens, whose best score then rules out most
     others.
     """
-    likely = [z > LIKELY for _, z in left]
+    likely = [z > z.max(initial=-np.inf) + LIKELY for _, z in left]
     near = [ids[first] for (ids, _), first in zip(left, likely, strict=True)]
     best: list[tuple[float, int]] = []
     for (_, z), first, ids, noise in zip(left, likely, near, gumbels(seeds, index, near), strict=True):
+        if not len(ids):
+            best.append((math.inf, 0))
+            continue
         score = z[first] + noise
         at = int(score.argmax())
         best.append((-float(score[at]), int(ids[at])))
@@ -223,7 +234,7 @@ def choose_each(left: Sequence[tuple[I64, F32]], seeds: Sequence[int], index: Se
         score = left[i][1][rest[i]] + noise
         at = int(score.argmax())
         best[i] = min(best[i], (-float(score[at]), int(ids[at])))
-    return [token for _, token in best]
+    return best
 
 
 def words(s: SamplingColumns) -> npt.NDArray[np.int32]:

@@ -37,7 +37,7 @@ from agentinfer.ops.kernels.edit import edit_rows
 from agentinfer.ops.kernels.embed import embed
 from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
-from agentinfer.ops.kernels.sample import sample_tokens
+from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
 from agentinfer.ops.products import Launch, by_gemm, gated, product
@@ -204,5 +204,6 @@ def triton_ops(
         ),
         sample=on_device(choose_rows),
         sample_rows=choose_rows,
+        part_rows=partial(sample_parts, pdl=run.pdl),
         edit_rows=edit_rows,
     )

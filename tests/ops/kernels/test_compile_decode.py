@@ -64,12 +64,12 @@ compiled("add_norm", add_norm._add_norm, dict(
 compiled("silu", silu._silu_and_mul, dict(x=half, out=half), dict(F=1536, BF=1024))
 compiled("embed", embed._embed, dict(ids="*i64", weight=half, out=wide), dict(D=576, BD=1024))
 compiled("sample tiles", sample._sample_tiles, dict(
-    logits=wide, asked="*i32", index="*i32", numbers=wide, winners="*i32"),
-    dict(STRIDE=151936, V=151936, C=38, BV=sample.TILE, WORDS=8, GREEDY=1e-5, DEVICE=True))
+    logits=wide, asked="*i32", index="*i32", numbers=wide),
+    dict(STRIDE=75968, FIRST=75968, END=151936, C=20, BV=sample.TILE, WORDS=8, GREEDY=1e-5, DEVICE=True))
 compiled("filter", filter._filter, dict(logits=wide, asked="*i32"), dict(
     STRIDE=151936, V=151936, BV=filter.TILE, WORDS=8, GREEDY=1e-5, SLACK=filter.SLACK, DEVICE=True), num_warps=16)
 compiled("sample rows", sample._sample_rows, dict(
-    numbers=wide, winners="*i32", asked="*i32", tokens="*i64", ok="*i64"),
+    numbers=wide, asked="*i32", tokens="*i64", ok="*i64"),
     dict(V=151936, C=38, BC=64, WORDS=8, GREEDY=1e-5))
 """
 MOST_SHARED = 227 << 10

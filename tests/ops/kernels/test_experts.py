@@ -258,8 +258,8 @@ def test_over_two_ranks(count: int) -> None:
 @pytest.mark.parametrize("shared", [0, 48])
 @pytest.mark.usefixtures("one_kernel_at_a_time")
 def test_experts_spread_over_ranks(name: str, count: int, shared: int) -> None:
-    """Each of four ranks has two experts whole and a part of the shared ones; poison in those that nobody chose, and
-    in what a rank has not, never shows. Kernels and reference number and add alike.
+    """Of four ranks with two experts each, kernels and reference number and add alike; poison in experts that nobody
+    chose never shows.
     """
     gate_up, down, sgu, sd = weights_of(8, 32, 64, shared)
     router, norm, residual = rand(8, 64, seed=11), 1 + 0.2 * rand(64, seed=13), rand(count, 64, seed=14)

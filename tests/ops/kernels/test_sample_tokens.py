@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from agentinfer.ops import sample
+from agentinfer.ops.comm import Group, Threads
 from agentinfer.ops.kernels import sample as kernel
-from agentinfer.ops.kernels.sample import sample_tokens
+from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
 from agentinfer.state.columns import PARAMS
 
 
@@ -141,3 +145,41 @@ def test_unsound_rows_are_reported(temperature: float) -> None:
     assert ok == [False, False, False, True]
     assert all(0 <= token < 1100 for token in tokens)
     assert tokens[3] == want(logits[3], temperature, 1, 0)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(97, 4), (2500, 2), (9000, 3), (5, 4)])
+def test_parts_of_a_row_choose_as_one(vocabulary: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that each have a part of the vocabulary choose what one has chosen, whatever lies on which tile; what is
+    padding never wins, equals go to the lowest id, and a NaN on one rank is known to all.
+    """
+    monkeypatch.setattr(kernel, "TILE", 1024)
+    rows = 3 * torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(1))
+    rows[5] = 2.0
+    rows[6, vocabulary - 1] = math.nan
+    temperature, seed = [0.0, 0.5, 1.0, 1e-5, 30.0, 0.0, 1.0], [1, 2**40 + 5, -7, 3, 4, 5, 6]
+    params = np.zeros(7, PARAMS)
+    params["temperature"], params["seed"], params["top_k"] = temperature, seed, 1
+    words = torch.from_numpy(params.view(np.int32).reshape(7, -1))
+    index = torch.arange(7, dtype=torch.int32)
+    width, lock = -(-vocabulary // size), threading.Lock()
+    padded = torch.cat((rows, torch.full((7, width * size - vocabulary), 1e9)), 1)
+
+    def one_at_a_time(*args: object, plain: Any, **kwargs: object) -> None:
+        with lock:
+            plain(*args, **kwargs)
+
+    for name in ("_run_tiles", "_run_rows"):
+        monkeypatch.setattr(kernel, name, partial(one_at_a_time, plain=getattr(kernel, name)))
+
+    def rank(group: Group) -> list[list[int]]:
+        chosen = torch.full((2, 7), -1)
+        mine = padded[:, width * group.rank : width * (group.rank + 1)]
+        sample_parts(mine, words, index, group, vocabulary, *chosen)
+        return chosen.tolist()
+
+    wanted = [want(row, *how) for row, *how in zip(rows[:6], temperature, seed, range(6), strict=False)]
+    assert wanted[5] == 0
+    for tokens, ok in Threads.of(size).run(rank):
+        assert tokens[:6] == wanted
+        assert 0 <= tokens[6] < vocabulary
+        assert ok == [1] * 6 + [0]

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from agentinfer.ops.comm import Group
 from agentinfer.ops.kernels.filter import filter_rows
 from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import power_of_two
@@ -80,24 +81,25 @@ def _z(logit, top, temperature):
 
 @triton.jit
 def _sample_tiles(
-    logits, asked, index, numbers, winners,
-    STRIDE: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, WORDS: tl.constexpr,
-    GREEDY: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    logits, asked, index, numbers,
+    STRIDE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    WORDS: tl.constexpr, GREEDY: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, s): the winner of tile c of sample s, and two numbers: its score over the tile's maximum, and that
-    maximum (+inf where the tile holds NaN or +inf).
+    """Program (c, s): of tile c of sample s the score of its winner over the tile's maximum, that maximum (+inf where
+    the tile holds NaN or +inf), and the winner, an int32. The logits are those of ids FIRST up to END.
     """
     if PDL:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     sample = tl.program_id(1)
-    block = tile * (BV // 4) + tl.arange(0, BV // 4)
+    block = (FIRST // BV + tile) * (BV // 4) + tl.arange(0, BV // 4)
     lane = tl.arange(0, 4)
     ids = block[:, None] * 4 + lane[None, :]
     row = asked + sample * WORDS
     if PDL:
         gdc_wait()
-    score = tl.load(logits + sample.to(tl.int64) * STRIDE + ids, mask=ids < V, other=float("-inf"))
+    at = logits + sample.to(tl.int64) * STRIDE + (ids - FIRST)
+    score = tl.load(at, mask=(ids >= FIRST) & (ids < END), other=float("-inf"))
     score = tl.where(score < float("inf"), score, float("inf"))  # of NaN, +inf: it wins, and shows
     top = tl.max(tl.max(score, 1), 0)
     most = top
@@ -109,15 +111,15 @@ def _sample_tiles(
         score = _z(score, top, temperature) + noise
         most = tl.max(tl.max(score, 1), 0)
     winner = tl.min(tl.min(tl.where(score == most, ids, 0x7FFFFFFF), 1), 0)
-    out = (sample * C + tile).to(tl.int64)
-    tl.store(winners + out, tl.minimum(winner, V - 1))
-    tl.store(numbers + out * 2, most)
-    tl.store(numbers + out * 2 + 1, top)
+    out = numbers + (sample * C + tile).to(tl.int64) * 3
+    tl.store(out, most)
+    tl.store(out + 1, top)
+    tl.store(out + 2, tl.minimum(winner, END - 1).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _sample_rows(
-    numbers, winners, asked, tokens, ok,
+    numbers, asked, tokens, ok,
     V: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program s: the best of the winners of sample s."""
@@ -126,12 +128,13 @@ def _sample_rows(
     sample = tl.program_id(0)
     tile = tl.arange(0, BC)
     there = tile < C
-    at = sample.to(tl.int64) * C + tile
+    at = numbers + (sample.to(tl.int64) * C + tile) * 3
     if PDL:
         gdc_wait()
-    score = tl.load(numbers + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    tops = tl.load(numbers + at * 2 + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
-    ids = tl.load(winners + at, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
+    score = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    tops = tl.load(at + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(at + 2, mask=there, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
+    ids = tl.where(there, ids, 0x7FFFFFFF)
     top = tl.max(tops, 0)
     temperature = tl.load(asked + sample * WORDS).to(tl.float32, bitcast=True)
     if temperature >= GREEDY:
@@ -167,16 +170,57 @@ def sample_tokens(
     if not count:
         return
     filter_rows(logits_SV, params, greedy_below=greedy_below, pdl=pdl)
-    device = logits_SV.device
-    tiles = -(-vocabulary // TILE)
-    numbers = torch.empty((count, tiles, 2), dtype=torch.float32, device=device)
-    winners = torch.empty((count, tiles), dtype=torch.int32, device=device)
+    numbers = _tiles(logits_SV, params, index, 0, vocabulary, -(-vocabulary // TILE), greedy_below, pdl=pdl)
+    _rows(numbers, params, vocabulary, tokens_out, ok_out, greedy_below, pdl=pdl)
+
+
+def sample_parts(
+    logits_SV: Tensor,
+    params: Tensor,
+    index: Tensor,
+    group: Group,
+    vocab_size: int,
+    tokens_out: Tensor,
+    ok_out: Tensor,
+    *,
+    greedy_below: float = 1e-5,
+    pdl: bool = False,
+) -> None:
+    """`sample_tokens` where rank r of *group* has the logits of ids r * V and on: every rank writes the same. Heeds no
+    filters. The ranks tell each other three numbers a tile; a tile that lies on two ranks counts as two, so a score may
+    differ from that of one rank in its last bits.
+    """
+    count, width = logits_SV.shape
+    if not count:
+        return
+    first = group.rank * width
+    end = max(first, min(first + width, vocab_size))
+    numbers = _tiles(logits_SV, params, index, first, end, -(-width // TILE) + 1, greedy_below, pdl=pdl)
+    numbers = group.all_gather_last_dim(numbers.view(count, -1)).view(count, -1, 3)
+    _rows(numbers, params, vocab_size, tokens_out, ok_out, greedy_below, pdl=False)
+
+
+def _tiles(
+    logits_SV: Tensor, params: Tensor, index: Tensor, first: int, end: int, tiles: int, greedy_below: float, *,
+    pdl: bool,
+) -> Tensor:  # fmt: skip
+    """[S, tiles, 3] float32: what `_sample_tiles` says of each."""
+    count, device = len(logits_SV), logits_SV.device
+    numbers = torch.empty((count, tiles, 3), dtype=torch.float32, device=device)
     _run_tiles(
-        (tiles, count, 1), (logits_SV, params, index, numbers, winners), (),
-        (logits_SV.stride(0), vocabulary, tiles, TILE, WORDS, greedy_below, device.type == "cuda", pdl),
+        (tiles, count, 1), (logits_SV, params, index, numbers), (),
+        (logits_SV.stride(0), first, end, tiles, TILE, WORDS, greedy_below, device.type == "cuda", pdl),
         warps=4, pdl=pdl,
     )  # fmt: skip
+    return numbers
+
+
+def _rows(
+    numbers: Tensor, params: Tensor, vocabulary: int, tokens_out: Tensor, ok_out: Tensor, greedy_below: float, *,
+    pdl: bool,
+) -> None:  # fmt: skip
+    count, tiles, _ = numbers.shape
     _run_rows(
-        (count, 1, 1), (numbers, winners, params, tokens_out, ok_out), (),
+        (count, 1, 1), (numbers, params, tokens_out, ok_out), (),
         (vocabulary, tiles, power_of_two(tiles), WORDS, greedy_below, pdl), warps=1, pdl=pdl,
     )  # fmt: skip
