@@ -13,19 +13,26 @@ import torch
 from attrs import evolve
 
 import toys
+from agentinfer import graphs
 from agentinfer.build import Settings
+from agentinfer.demo import default_cache, ensure_demo
 from agentinfer.errors import InvalidRequest
+from agentinfer.judging import MODES
 from agentinfer.loop import Engine, Result, generate, open_engine, run, stream
-from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
-from agentinfer.ops.sample import probabilities
+from agentinfer.ops.sample import idle, needs_filters, probabilities, sample
+from agentinfer.sampling import edited
 from agentinfer.scoring import score
 from agentinfer.state.check import violations
 from agentinfer.state.history import rewind
 from agentinfer.state.logprobs import TokenLogprobs
+from agentinfer.state.plan import Plan
 from agentinfer.state.request import Request, SamplingParams
-from agentinfer.steps import prefill_step
+from agentinfer.steps import Device, Flight, decode_step, prefill_step
+from agentinfer.text import encode
 from models import tiny
+from test_ranks import threads, together
 from tiny import write_tiny
 
 CLOSE = 1e-4
@@ -86,13 +93,13 @@ def agree(one: Result, other: Result) -> None:
     near(whole(one.prompt_logprobs), whole(other.prompt_logprobs))
 
 
-def near(mine: tuple[TokenLogprobs | None, ...], yours: tuple[TokenLogprobs | None, ...]) -> None:
+def near(mine: tuple[TokenLogprobs | None, ...], yours: tuple[TokenLogprobs | None, ...], atol: float = 1e-5) -> None:
     """The same, but for rounding."""
     for a, b in zip(mine, yours, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert (a.token_id, a.rank, a.top_ids) == (b.token_id, b.rank, b.top_ids)
-            np.testing.assert_allclose([a.logprob, *a.top_logprobs], [b.logprob, *b.top_logprobs], atol=1e-5)
+            np.testing.assert_allclose([a.logprob, *a.top_logprobs], [b.logprob, *b.top_logprobs], atol=atol)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -213,6 +220,80 @@ def test_a_host_that_bans_tokens_late_is_judged_too(folder: Path) -> None:
     assert entry is not None
     assert third is not None
     assert (entry.rank > 1, third.rank, entry.top_ids) == (True, 1, third.top_ids)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_may_write_the_logits_that_it_filters(folder: Path, mode: str) -> None:
+    """With a stand-in for captured graphs, which has rows in an order of its own, and destroys the logits of those that
+    it filters: what is judged is judged by what they were.
+    """
+    each = [
+        SAID,
+        RICH,
+        evolve(RICH, logit_bias={}, repetition_penalty=1.0, logprobs=0),
+        SamplingParams(seed=2, top_k=5),
+    ]
+    each = [evolve(params, max_tokens=6, ignore_eos=True) for params in each]
+    want = generate(small(folder, logprobs_mode=mode), PROMPTS[:4], each)
+    engine, replayed = small(folder, logprobs_mode=mode), list[int]()
+    m = engine.machine
+
+    def replay(device: Device, plan: Plan) -> tuple[Flight, Device] | None:
+        rows = len(plan.rows)
+        if not rows == len(plan.samples) == len(plan.slots):
+            return None
+        x, kv = stage(plan, device.kv, device.last)
+        logits_SV, kv = decode_step(m, kv, x)
+        left = idle(plan.sampling, sum(edited(plan), ()))
+        tokens, ok = sample(logits_SV, left)
+        logits_SV[needs_filters(left, 280)] = float("nan")
+        places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
+        chosen = torch.stack((tokens, ok.long()))
+        replayed.append(rows)
+        here = Device(kv, remember(device.last, x, tokens), device.edits)
+        return graphs._after(m, logits_SV[torch.from_numpy(places).long()], chosen, here, plan, places)
+
+    engine.machine = evolve(m, replay=replay)
+    for one, other in zip(generate(engine, PROMPTS[:4], each), want, strict=True):
+        assert one.output_ids == other.output_ids
+        assert (one.outputs[0].logprobs is None) == (other.outputs[0].logprobs is None)
+        near(one.outputs[0].logprobs or (), other.outputs[0].logprobs or ())
+    assert max(replayed) == 4
+
+
+@pytest.mark.parametrize("params", [SAID, RICH, evolve(SAID, n=2)], ids=["plain", "rich", "two"])
+def test_two_ranks_say_what_one_says(folder: Path, params: SamplingParams) -> None:
+    """Rank 0 alone is asked; the other one computes the logits that are wanted, and no plan differs."""
+    settings = Settings(block_size=4, num_blocks=300, max_num_seqs=8, max_num_batched_tokens=16, seed=0)
+    want = generate(open_engine(folder, settings), PROMPTS, params)
+    found, _ = together(folder, 2, threads, lambda engine: generate(engine, PROMPTS, params), settings)
+    for one, other in zip(found, want, strict=True):
+        for mine, yours in zip(one.outputs, other.outputs, strict=True):
+            assert mine.output_ids == yours.output_ids
+            near(whole(mine.logprobs), whole(yours.logprobs), 1e-4)
+        near(one.prompt_logprobs or (), other.prompt_logprobs or (), 1e-4)
+
+
+@pytest.mark.slow
+def test_smollm2_says_of_a_prompt_what_transformers_says() -> None:
+    """1,000 tokens of text, in float32: all log-probabilities within 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    folder = ensure_demo(default_cache(), print)
+    words = " ".join(path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].glob("*.md")))
+    engine = open_engine(folder, Settings(dtype="float32", num_blocks=100, max_model_len=1024))
+    assert engine.text is not None
+    ids = list(encode(engine.text, words))[:1000]
+    (result,) = generate(engine, [ids], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    entries = whole(result.prompt_logprobs)
+    assert len(entries) == 1000
+    for row, token, entry in zip(want, ids[1:], entries[1:], strict=False):
+        assert entry is not None
+        assert abs(entry.logprob - float(row[token])) < CLOSE
+        np.testing.assert_allclose(entry.top_logprobs, row.topk(2).values, atol=CLOSE)
 
 
 # --- outputs, streams, forks, rewinding -------------------------------------------------------------------------------
