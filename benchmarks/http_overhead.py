@@ -83,7 +83,8 @@ def main():
         processes=2,
     )
     with tempfile.TemporaryDirectory() as folder:
-        toys.folder_of(Path(folder), toys.byte_level(), toys.CHATML)
+        words = tuple(f" {i}x".encode() for i in range(SHAPE["vocab_size"]))  # or most tokens would have no text
+        toys.folder_of(Path(folder), toys.byte_level(words[: SHAPE["vocab_size"] - 270]), toys.CHATML)
         write_tiny(Path(folder), **SHAPE)
         settings = Settings(num_blocks=2048, max_num_seqs=args.streams, seed=0, prefix_cache=False)
         engine = open_engine(folder, settings)
