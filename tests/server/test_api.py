@@ -83,6 +83,20 @@ def test_prompts_and_choices_in_order(server: Server, folder: Path) -> None:
     assert again["choices"] == sampled["choices"]
 
 
+def test_choices_are_the_librarys(server: Server, folder: Path) -> None:
+    """The n choices of a prompt are the n outputs of generate; the prompt is computed once."""
+    params = SamplingParams(max_tokens=6, n=3, seed=9, ignore_eos=True)
+    (want,) = generate(open_engine(folder, small()), [[5] * 20], params)
+    said = server.complete(prompt=[5] * 20, max_tokens=6, n=3, seed=9, ignore_eos=True, cache_salt="choices")
+    assert [choice["text"] for choice in said["choices"]] == [one.text for one in want.outputs]
+    assert said["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 18,
+        "total_tokens": 38,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
 def test_prompts_may_be_token_ids(server: Server, folder: Path) -> None:
     """A list of ids is one prompt, a list of lists several."""
     want = [one.text for one in own(folder, [[5, 6, 7], [9, 9]], max_tokens=4)]

@@ -123,12 +123,11 @@ async def submit(desk: Desk, name: str, items: Sequence[Item]) -> Ticket:
     Raises Problem: the engine refuses an item (naming its field), too much waits already, or the server is going down.
     """
     check_open(desk)
-    courses = tuple(Course(item, queued=_need(desk, item)) for item in items)
-    new = sum(course.queued for course in courses)
-    if len(items) > desk.queues.max_sequences:
-        most = desk.queues.max_sequences
-        raise Problem(400, f"n: {len(items)} sequences at once, but no more than {most} may wait", param="n")
-    full = desk.num_queued + len(items) > desk.queues.max_sequences
+    courses = tuple(Course(item, queued=_need(desk, item, j)) for item in items for j in range(item.params.n))
+    new, most = sum(course.queued for course in courses), desk.queues.max_sequences
+    if len(courses) > most:
+        raise Problem(400, f"n: {len(courses)} sequences at once, but no more than {most} may wait", param="n")
+    full = desk.num_queued + len(courses) > most
     if full or (desk.num_queued and desk.tokens_queued + new > desk.queues.max_tokens):
         waiting = f"{desk.num_queued} sequences with about {desk.tokens_queued} tokens wait already"
         raise unavailable(f"too busy: {waiting}", "overloaded", retry_after_s(desk))
@@ -169,10 +168,11 @@ def retry_after_s(desk: Desk) -> int:
     return min(max(wanted, 1), _MOST_RETRY_S)
 
 
-def _need(desk: Desk, item: Item) -> int:
+def _need(desk: Desk, item: Item, index: int) -> int:
+    """Tokens that sequence *index* of *item* will probably take: the prompt is computed once."""
     expected = mean_output(desk.metrics)
     most = item.params.max_tokens
-    return len(item.prompt) + math.ceil(expected if most is None else min(most, expected))
+    return (0 if index else len(item.prompt)) + math.ceil(expected if most is None else min(most, expected))
 
 
 async def news(desk: Desk, ticket: Ticket) -> list[News]:

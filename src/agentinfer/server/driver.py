@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 from agentinfer.errors import InvalidRequest
 from agentinfer.grammar import check_form
 from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
-from agentinfer.result import shown
+from agentinfer.result import sequences, shown
 from agentinfer.server.mail import (
     Accepted,
     Command,
@@ -177,9 +177,11 @@ def _submit(driver: Driver, asked: Submit) -> None:
             driver.tell([Refused(asked.id, index, error.field, str(error))])
             return
     driver.tell([Accepted(asked.id)])
-    for index, request in enumerate(requests):
-        seq = driver.engine.add(request)
-        driver.places[seq], driver.requests[seq], driver.told[seq] = Place(asked.id, index), request, 0
+    index = 0
+    for request in requests:
+        for seq in sequences(driver.engine.add(request), request):
+            driver.places[seq], driver.requests[seq], driver.told[seq] = Place(asked.id, index), request, 0
+            index += 1
 
 
 def _turn(driver: Driver) -> None:
@@ -240,7 +242,8 @@ def _judged(driver: Driver, output: Output | None) -> list[Report]:
         found = driver.judged.setdefault(seq, [None] * len(driver.requests[seq].prompt))
         found[first : first + len(logprobs)] = logprobs
         if first + len(logprobs) == len(found):
-            reports.append(Judged(place.id, place.index, driver.judged.pop(seq)))
+            whole = driver.judged.pop(seq)
+            reports += [Judged(place.id, place.index + j, whole) for j in range(driver.requests[seq].params.n)]
     return reports
 
 

@@ -12,7 +12,7 @@ from agentinfer.loop import SamplingParams, TokenLogprobs
 
 
 class Item(Struct, frozen=True):
-    """One sequence to generate. Immutable."""
+    """A prompt, to be continued in `params.n` ways. Immutable."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -20,7 +20,9 @@ class Item(Struct, frozen=True):
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """Generate all of *items*, or none of them: Accepted or Refused comes first. Immutable."""
+    """Generate all of *items*, or none of them: Accepted or Refused comes first. Immutable. What comes then names the
+    sequences by an index: those of the first item, then those of the next one.
+    """
 
     id: int
     items: tuple[Item, ...]

@@ -159,10 +159,7 @@ def check_quotas(site: Site, params: SamplingParams) -> None:
 def items_of(
     site: Site, prompts: Sequence[tuple[int, ...]], params: SamplingParams, salt: str | None, default: int | None = None
 ) -> list[Item]:
-    """A sequence for each of `n` of each prompt, in the order of choices. *default*: max_tokens where none is asked.
-
-    Raises Problem.
-    """
+    """An item a prompt. *default*: max_tokens where none is asked. Raises Problem."""
     check_quotas(site, params)
     most = [n for n in (default, site.quotas.max_output_tokens) if n is not None]
     items: list[Item] = []
@@ -171,15 +168,8 @@ def items_of(
         if params.max_tokens is None and most:
             room = max(1, site.max_model_len - len(prompt))
             asked = evolve(params, max_tokens=max(1, params.min_tokens, min(*most, room)))
-        for j in range(params.n):
-            seed = None if params.seed is None else child_seed(params.seed, j)
-            items.append(Item(prompt, evolve(asked, n=1, seed=seed) if params.n > 1 else asked, salt))
+        items.append(Item(prompt, asked, salt))
     return items
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of choice *index* of a request that asks for *seed*."""
-    return (seed + index) % 2**63
 
 
 def salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
