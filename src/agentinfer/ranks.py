@@ -250,6 +250,11 @@ def _machine(
     comm = connect(store, f"{place.run}/tp", place.rank, place.size, device, lifeline.pulse)
     lifeline.give_up = comm.abandon
     lifeline.check()
+    if device.type == "cuda":
+        from agentinfer.ops.allreduce import fast_sum, start_fast
+
+        fast = start_fast(comm, place.rank, store, f"{place.run}/fast", device)
+        comm.fast = None if fast is None else partial(fast_sum, fast)
     return build(folder, settings, eos, ranks=Ranks(comm.group(place.rank), ep=settings.ep, device=device))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from agentinfer.cli.launch import place_of, size_of
+from agentinfer.cli.launch import place_of, size_of, without_multicast
 from agentinfer.cli.locate import locate
 from agentinfer.cli.opened import one_line, settings_of
 from agentinfer.cli.usage import Usage
@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     if place is None:
         raise Usage("started by torchrun as another rank than 0, of one")
     size_of(args, place)
+    without_multicast()
     with one_line(args):
         folder, settings = locate(args.model, weights=not args.dummy_weights), settings_of(args)
         eos = eos_union((), load_text(folder))

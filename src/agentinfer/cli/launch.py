@@ -71,6 +71,7 @@ def launched(args: argparse.Namespace, folder: Path, settings: Settings) -> Gene
 
         yield open_engine(folder, settings)
         return
+    without_multicast()
     from agentinfer.ops.comm import RankLost
     from agentinfer.ranks import open_ranks
 
@@ -79,6 +80,13 @@ def launched(args: argparse.Namespace, folder: Path, settings: Settings) -> Gene
             yield engine
     except RankLost as error:
         raise Broken(error) from error
+
+
+def without_multicast() -> None:
+    """Let torch share memory between GPUs without multicast, here and in processes to come, unless the environment has
+    said how: nothing here needs it, and on a shared host it can take GPUs out of service.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def _leave(cause: str) -> NoReturn:

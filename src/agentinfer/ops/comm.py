@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
@@ -185,11 +185,13 @@ class Processes:
     as `pulse.lost` is set. On a GPU only the stream waits, so only its host can have a deadline.
     """
 
-    __slots__ = ("_group", "_on_host", "pulse", "size")
+    __slots__ = ("_group", "_on_host", "fast", "pulse", "size")
 
     def __init__(self, group: Any, size: int, pulse: Pulse, *, on_host: bool) -> None:
         self._group = group
         self._on_host = on_host
+        self.fast: Callable[[Tensor], Tensor | None] | None = None
+        """Sums small messages without NCCL, where it gives a tensor; None: nothing does."""
         self.pulse = pulse
         self.size = size
 
@@ -198,8 +200,19 @@ class Processes:
         return Group(rank, self.size, self)
 
     def all_reduce_sum(self, x: Tensor, rank: int) -> Tensor:
-        """See Comm. Each number is summed in one place and sent to all, so every rank gets the same bits."""
+        """See Comm. Every rank gets the same bits."""
         del rank
+        if self.fast is not None:
+            if self.pulse.lost:
+                raise RankLost(self.pulse.lost)
+            total = self.fast(x)
+            if total is not None:
+                self.pulse.calls += 1
+                return total
+        return self.plain_sum(x)
+
+    def plain_sum(self, x: Tensor) -> Tensor:
+        """`all_reduce_sum` by the process group: each number is summed in one place and sent to all."""
         total = x.clone(memory_format=torch.contiguous_format)
         self._wait(lambda: self._group.allreduce([total]))
         return total
@@ -295,6 +308,48 @@ def connect(store: Any, name: str, rank: int, size: int, device: torch.device, p
     except RuntimeError as error:
         raise RankLost(pulse.lost or f"rank {rank} can not join the {size} of {name}: {error}") from error
     return Processes(group, size, pulse, on_host=on_host)
+
+
+@frozen(eq=False)
+class Shared:
+    """Memory of one GPU that the other ranks' GPUs can read and write."""
+
+    memory: Tensor
+    """[bytes] uint8, zeros at first: this rank's."""
+    pointers: Tensor
+    """[ranks] int64: where each rank's lies, as this one's GPU sees it."""
+    group: str
+    handle: Any
+    """Keeps the others' memory mapped."""
+
+
+def share_memory(
+    store: Any, name: str, rank: int, size: int, counts: Sequence[int], device: torch.device
+) -> list[Shared]:  # fmt: skip
+    """Pieces of so many bytes on *device* that the *size* ranks of *name* lend each other (torch's symmetric memory).
+
+    All ranks call this, once for a *name*. No multicast is asked for, but torch prepares for some unless the
+    environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1, as commands do. Raises what torch does where it can not.
+    """
+    symmetric = import_module("torch.distributed._symmetric_memory")
+    own = _torch_distributed().PrefixStore(f"{name}/memory", store)
+    symmetric._SymmetricMemory.set_group_info(name, rank, size, own)  # noqa: SLF001 - its public way wants a default group
+    lent: list[Shared] = []
+    for count in counts:
+        memory = symmetric.empty(count, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, name)
+        memory.zero_()
+        pointers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        lent.append(Shared(memory, pointers, name, handle))
+    return lent
+
+
+def two_shot_sum(staging: Shared, x: Tensor) -> Tensor:
+    """The sum of *x* over the ranks of *staging*, which it fits into, by torch: each rank adds a part and sends it."""
+    there = staging.memory[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
+    there.copy_(x)
+    torch.ops.symm_mem.two_shot_all_reduce_(there, "sum", staging.group)
+    return there.clone()
 
 
 def fits_peer_buffer(x: Tensor, buffer_bytes: int, dtypes: Collection[torch.dtype]) -> bool:

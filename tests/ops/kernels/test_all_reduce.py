@@ -1,0 +1,65 @@
+"""The sum over ranks by writing into each other's memory, in Triton's interpreter: all send, then all add."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentinfer.ops.kernels import all_reduce as kernel
+from agentinfer.ops.kernels.all_reduce import all_reduce
+
+
+class Peers:
+    """Memory of several ranks in one process, full of poison where no flags are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.buffers = [torch.full((kernel.buffer_bytes(size),), 0x7F, dtype=torch.uint8) for _ in range(size)]
+        for buffer in self.buffers:
+            buffer[: 4 * kernel.PIECES * size] = 0
+        self.pointers = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
+        self.counters = [torch.zeros(kernel.PIECES, dtype=torch.int32) for _ in range(size)]
+
+    def sums(self, parts: list[Tensor]) -> list[Tensor]:
+        """One call of all ranks."""
+        for rank, x in enumerate(parts):
+            all_reduce(x, self.pointers, self.counters[rank], rank, add=False)
+        return [
+            all_reduce(x, self.pointers, self.counters[rank], rank, patience=3, send=False)
+            for rank, x in enumerate(parts)
+        ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums(size: int, dtype: torch.dtype) -> None:
+    """Messages of all sizes, one after the other, sum to the same bits on every rank, and each part was used once."""
+    peers = Peers(size)
+    for call, numbers in enumerate((8, 1024, 1032, 3000, 8, 5000)):
+        parts = [torch.randn(numbers, generator=torch.Generator().manual_seed(10 * call + r)) for r in range(size)]
+        parts = [x.to(dtype) for x in parts]
+        want = parts[0].float()
+        for part in parts[1:]:
+            want = want + part.float()
+        for got in peers.sums(parts):
+            assert torch.equal(got, want.to(dtype))
+    assert peers.counters[0][:4].tolist() == ([6, 3, 2, 1] if dtype == torch.float16 else [6, 4, 3, 2])[:4]
+
+
+def test_who_is_a_call_ahead_does_not_disturb() -> None:
+    """What a rank sends for the next call lies elsewhere than what another has still to add."""
+    peers, x = Peers(2), [torch.full((16,), float(r)) for r in (1, 2, 3)]
+    all_reduce(x[0], peers.pointers, peers.counters[0], 0, add=False)
+    all_reduce(x[1], peers.pointers, peers.counters[1], 1, add=False)
+    first = all_reduce(x[0], peers.pointers, peers.counters[0], 0, send=False, patience=1)
+    all_reduce(x[2], peers.pointers, peers.counters[0], 0, add=False)  # rank 0 is in its second call
+    late = all_reduce(x[1], peers.pointers, peers.counters[1], 1, send=False, patience=1)
+    assert torch.equal(first, torch.full((16,), 3.0))
+    assert torch.equal(late, first)
+
+
+def test_nothing() -> None:
+    """An empty message has an empty sum."""
+    peers = Peers(2)
+    assert all_reduce(torch.empty(0, 4), peers.pointers, peers.counters[0], 0).shape == (0, 4)
