@@ -152,9 +152,9 @@ _REGISTRATION = (
     Fault(
         name="fork_shares_in_flight",
         kind="written/computed confusion",
-        file="schedule.py",
-        old="int(draft.state.cols.written[parent.row])",
-        new="int(draft.state.cols.computed[parent.row])",
+        file="admit.py",
+        old="int(state.cols.written[parent.row])",
+        new="int(state.cols.computed[parent.row])",
         breaks="a fork shares its parent's positions that have not landed: if that step fails, the child reads nothing",
     ),
     Fault(
@@ -421,9 +421,8 @@ _TURNS = (
         name="preempted_forgets_output",
         kind="wrong victim (preemption)",
         file="schedule.py",
-        old="Waiting(run.seq, run.request, run.seed, tokens, run.seq, int(cols.cached[run.row]))",
-        new="Waiting(run.seq, run.request, run.seed, tokens[: len(run.request.prompt)], run.seq,"
-        " int(cols.cached[run.row]))",
+        old="again(run, tokens, int(cols.cached[run.row]))",
+        new="again(run, tokens[: len(run.request.prompt)], int(cols.cached[run.row]))",
         breaks="a preempted sequence generates, and gives out, its tokens a second time (SCH-13)",
     ),
     Fault(
@@ -562,8 +561,8 @@ _STOPPING = (
         name="children_draw_alike",
         kind="wrong output index",
         file="admit.py",
-        old="seed if s is None else s, tokens, parent)",
-        new="seed, tokens, parent)",
+        old="seed if s is None else s, tokens, parent, ",
+        new="seed, tokens, parent, ",
         breaks="the children of a fork draw the same tokens, whatever seeds they were given (KV-09)",
     ),
 )
@@ -664,25 +663,25 @@ _TIME = (
         name="rewound_pool",
         kind="rewind keeps stale KV",
         file="history.py",
-        old="return evolve(cleared, waiting=old.waiting,",
+        old="return evolve(cleared, waiting=waiting,",
         new="return evolve(cleared, pool=release(old, [run for run in old.rows if run is not None]).pool,"
-        " waiting=old.waiting,",
+        " waiting=waiting,",
         breaks="after a rewind the cache finds blocks that have been overwritten since",
     ),
     Fault(
         name="rewound_steps",
         kind="stale row under overlap",
         file="history.py",
-        old="return evolve(cleared, waiting=old.waiting,",
-        new="return evolve(cleared, step=old.step, waiting=old.waiting,",
+        old="return evolve(cleared, waiting=waiting,",
+        new="return evolve(cleared, step=old.step, waiting=waiting,",
         breaks="step numbers come twice: a step in flight lands in a row that was admitted after the rewind",
     ),
     Fault(
         name="rewound_ids",
         kind="number given out twice",
         file="history.py",
-        old="return evolve(cleared, waiting=old.waiting,",
-        new="return evolve(cleared, next_seq=old.next_seq, waiting=old.waiting,",
+        old="return evolve(cleared, waiting=waiting,",
+        new="return evolve(cleared, next_seq=old.next_seq, waiting=waiting,",
         breaks="a sequence's number is given out twice: an abort meant for the first ends the second (SCH-10)",
     ),
     Fault(

@@ -108,6 +108,7 @@ class Books:
         queue = [w.seq for w in (*before.requeued, *before.waiting) if not _awaits_parent(before, w, admitted)]
         if self.promises.in_order and admitted != set(queue[: len(admitted)]):
             raise Fault(f"step {plan.step} admits {sorted(admitted)} of those that wait, in order: {queue}")
+        self._judges_rightly(plan)
         for seq, start, end in zip(ints(plan.seqs), ints(plan.start), ints(plan.context), strict=True):
             script = self.scripts[SeqId(seq)]
             if script.seq in self.done:
@@ -131,6 +132,26 @@ class Books:
         """Drafts of *seq* have landed: it has computed all that it knows, but for the last token."""
         self.done[seq] = self.scripts[seq].known - 1
 
+    def _judges_rightly(self, plan: Plan) -> None:
+        """What each request asks of its tokens, and of the tokens of its prompt, is what the plan wants."""
+        asked = [self.scripts[SeqId(seq)].request for seq in ints(plan.seqs)]
+        own = [asked[i].params.logprobs for i in ints(plan.sample_rows)]
+        wanted = [None] * len(own) if plan.logprobs is None else [None if k < 0 else k for k in ints(plan.logprobs)]
+        if own != wanted:
+            raise Fault(f"step {plan.step} wants log-probabilities {wanted} of its samples; asked for were {own}")
+        right: list[tuple[int, ...]] = []
+        flat = 0
+        for i, (start, end) in enumerate(zip(ints(plan.start), ints(plan.context), strict=True)):
+            k = asked[i].params.prompt_logprobs
+            stop = min(end, len(asked[i].prompt) - 1) if k is not None else start
+            right += [(i, flat + p - start, p + 1, asked[i].prompt[p + 1], k or 0) for p in range(start, stop)]
+            flat += end - start
+        scored = plan.scored
+        columns = () if scored is None else (scored.rows, scored.samples, scored.positions, scored.tokens, scored.top)
+        found = list(zip(*map(ints, columns), strict=True)) if columns else []
+        if found != right:
+            raise Fault(f"step {plan.step} judges {found} of prompts, and should judge {right}")
+
     def _need(self, seq: SeqId, flight: Plan | None) -> int:
         """Positions that *seq* could compute now."""
         script = self.scripts[seq]
@@ -151,6 +172,8 @@ class Books:
         salt, tokens = script.request.salt, script.tokens
         most = reusable(self.limits, set(ledger.known.values()), salt, tokens)
         least = reusable(self.limits, set(contents(after.pool).values()), salt, tokens) if ledger.exact else 0
+        if script.request.params.prompt_logprobs is not None:
+            most = least = 0
         ancestor = self.parents.get(script.seq)
         while ancestor is not None:  # a fork may share what a running ancestor has, the block under way included
             most = max(most, min(self.done.get(ancestor, 0), len(tokens) - 1))

@@ -104,20 +104,26 @@ class Drive:
         return sorted([*running, *(w.seq for w in (*self.state.requeued, *self.state.waiting))])
 
     def arrive(self, request: Request) -> SeqId:
-        """A client asks for something."""
-        state, seq = arrive(self.state, request)
-        if refused(self.limits, request):
-            self.due[seq] = ("rejected", request.prompt)
-        else:
+        """A client asks for something; the first of its sequences."""
+        state, first = arrive(self.state, request)
+        for seq in (SeqId(first + j) for j in range(request.params.n)):
+            if refused(self.limits, request):
+                self.due[seq] = ("rejected", request.prompt)
+                continue
             waiting = find_waiting(state, seq)
             if waiting is None or waiting.tokens != request.prompt:
                 raise Fault(f"sequence {seq} was to wait; it is {waiting}")
-            if request.params.seed not in (None, waiting.seed):
+            if seq > first:
+                self.books.parents[seq] = first
+            elif request.params.seed not in (None, waiting.seed):
                 raise Fault(f"sequence {seq} asked for seed {request.params.seed} and has {waiting.seed}")
-            right = answer(self.limits, request, waiting.seed, request.prompt)
-            self.ghost.scripts[seq] = Script(seq, request, waiting.seed, right, len(request.prompt))
+            right = answer(self.limits, waiting.request, waiting.seed, request.prompt)
+            self.ghost.scripts[seq] = Script(seq, waiting.request, waiting.seed, right, len(request.prompt))
+        seeds = {self.ghost.scripts[SeqId(first + j)].seed for j in range(request.params.n) if first not in self.due}
+        if first not in self.due and len(seeds) < request.params.n:
+            raise Fault(f"the {request.params.n} sequences from {first} on have the seeds {seeds}")
         self._note(Arrived(request), state)
-        return seq
+        return first
 
     def abort(self, seq: SeqId) -> None:
         """A client loses interest, maybe too late."""
@@ -141,8 +147,8 @@ class Drive:
             waiting, seed = find_waiting(state, child), parent.seed if asked is None else asked
             if waiting is None or waiting.tokens != parent.tokens or waiting.seed != seed:
                 raise Fault(f"sequence {child}, a fork of {seq} with seed {seed}, is {waiting}")
-            right = answer(self.limits, parent.request, seed, parent.tokens)
-            self.ghost.scripts[child] = Script(child, parent.request, seed, right, parent.known)
+            right = answer(self.limits, waiting.request, seed, parent.tokens)
+            self.ghost.scripts[child] = Script(child, waiting.request, seed, right, parent.known)
             self.books.parents[child] = seq
         self._note(Forked(seq, tuple(seeds)), state)
         return children

@@ -28,6 +28,7 @@ NOISE: tuple[dict[str, Any], ...] = (
 """Sampling parameters that a plan has to carry along; the ghost's model does not heed them."""
 
 _SEEDS = st.sampled_from([None, None, 0, 1, 2**63 - 1])
+_JUDGED = st.sampled_from([None, None, None, 0, 2])
 _STOPS = st.one_of(st.just(()), st.sets(st.integers(0, SPREAD), max_size=6).map(tuple))
 _SALTS = st.sampled_from([None, None, None, None, "", "a", "b"])
 
@@ -58,13 +59,17 @@ def sampling_params(draw: st.DrawFn, room: int) -> SamplingParams:
     if max_tokens == 1 and draw(st.integers(0, 9)) == 9:
         max_tokens = room + 1
     most = room if max_tokens is None else max_tokens
+    noise = draw(st.sampled_from(NOISE))
     return SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])) if noise["temperature"] else 1,
         max_tokens=max_tokens,
         seed=draw(_SEEDS),
         stop_token_ids=draw(_STOPS),
         ignore_eos=draw(st.booleans()),
         min_tokens=draw(st.integers(0, max(min(most, 6), 0))) if draw(st.booleans()) else 0,
-        **draw(st.sampled_from(NOISE)),
+        logprobs=draw(_JUDGED),
+        prompt_logprobs=draw(_JUDGED),
+        **noise,
     )
 
 
