@@ -10,6 +10,8 @@
 #   gemm       products of 96 to 256 rows of Qwen3-0.6B by our own kernel, against cuBLAS
 #   attention  benchmarks/gpu_attention.py: decode attention tile by tile, and sampling; ATTEND_ARGS="--rows 136" chooses
 #   persistent the tests of the persistent kernel, and benchmarks/gpu_persistent.py: its step against Triton's; PERSISTENT_ARGS adds flags
+#   ranks      two GPUs: tests/gpu/test_ranks.py, and benchmarks/gpu_ranks.py: sums between them, rows of shared models; RANKS_ARGS="--only sums"
+#              ranks-tests, ranks-bench: one of the two
 #   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
@@ -106,7 +108,7 @@ for wanted; do
       ;;
     tests)
       # shellcheck disable=SC2086
-      step tests "$test_s" "${test_command[@]}" tests/gpu --durations=15 ${PYTEST_ARGS:-}
+      step tests "$test_s" "${test_command[@]}" tests/gpu --ignore tests/gpu/test_ranks.py --durations=15 ${PYTEST_ARGS:-}
       ;;
     kernels) step kernels "$bench_s" "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" ;;
     latency) bench latency latency --batch-sizes 1,64,256 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 ;;
@@ -124,6 +126,14 @@ for wanted; do
       step persistent-tests 140 "${test_command[@]}" tests/gpu/test_persistent.py --durations=5 ${PYTEST_ARGS:-}
       # shellcheck disable=SC2086
       step persistent 120 "$python" benchmarks/gpu_persistent.py --json "$out/persistent.json" ${PERSISTENT_ARGS:-}
+      ;;
+    ranks | ranks-*)
+      # shellcheck disable=SC2086
+      [ "$wanted" = ranks-bench ] || step ranks-tests 300 "${test_command[@]}" -n 0 tests/gpu/test_ranks.py \
+        --durations=9 ${PYTEST_ARGS:-}
+      # shellcheck disable=SC2086
+      [ "$wanted" = ranks-tests ] || step ranks-bench "$limit" "$python" benchmarks/gpu_ranks.py --json "$out/ranks.json" \
+        --seconds $((limit - ($(date +%s) - begin) - 15)) ${RANKS_ARGS:-}
       ;;
     sampling)
       step sampling "$bench_s" "$python" benchmarks/gpu_sampling.py --engine "configs/$model" --json "$out/sampling.json"

@@ -1,0 +1,157 @@
+"""Two GPUs of one host: sums between them by size, and the rows of models that they share.
+
+    python benchmarks/gpu_ranks.py --json OUT.json [--only sums 8b-latency 8b-mix lite-ep lite-cut] [--seconds 560]
+
+Sums are timed in a captured graph, each after the other, over inputs of 8 KB to 4 MB: by NCCL, by torch's one-shot and
+two-shot over symmetric memory, by our kernel, and by the way that the engine chooses. Rows are `agentinfer bench` with
+dummy weights, beside the memory that both GPUs had taken (nvidia-smi).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_time import captured
+from torch import Tensor
+
+from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, push_most, start_fast
+from agentinfer.ops.comm import Pulse, connect, open_store, two_shot_sum
+from agentinfer.ops.kernels import all_reduce
+
+ROOT = Path(__file__).parents[1]
+SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
+LATENCY = "latency --batch-sizes 1,64 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 --max-model-len 4096"
+MIX = "throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 4096"
+ROWS = {
+    "8b-latency": ("Qwen3-8B", LATENCY),
+    "8b-mix": ("Qwen3-8B", MIX),
+    "lite-ep": ("DeepSeek-V2-Lite", f"{LATENCY} --ep"),
+    "lite-cut": ("DeepSeek-V2-Lite", LATENCY),
+    "8b-eager": ("Qwen3-8B", "latency --batch-sizes 1 --contexts 128 --max-model-len 1024 --max-num-seqs 1 --eager"),
+}
+
+
+def sums_of(rank: int, size: int, port: int) -> dict[str, Any]:
+    """Microseconds a sum, way by way, on this rank of *size*."""
+    device = torch.device("cuda", rank)
+    store = open_store("127.0.0.1", port, serve=rank == 0)
+    comm = connect(store, "bench", rank, size, device, Pulse())
+    fast = start_fast(comm, rank, store, "bench/fast", device)
+    found: dict[str, Any] = {"ranks": size, "started": fast is not None}
+    for count in SIZES:
+        x = torch.zeros(count // 2, dtype=torch.bfloat16, device=device)
+        ways: dict[str, Callable[[int], Any]] = {"nccl": lambda _, x=x: comm.plain_sum(x)}
+        if fast is not None:
+            ways |= ours(fast, x)
+        for name, call in ways.items():
+            found[f"{name} {count >> 10} KB"] = captured(call, 1, launches=200)
+    return found
+
+
+def ours(fast: Fast, x: Tensor) -> dict[str, Callable[[int], Any]]:
+    """The ways that need no NCCL, by name."""
+    staged = fast.staging.memory[: x.numel() * x.itemsize].view(x.dtype)
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce
+    ways: dict[str, Callable[[int], Any]] = {
+        "one-shot": lambda _: one_shot(staged, "sum", fast.staging.group),
+        "two-shot": lambda _: two_shot_sum(fast.staging, x),
+        "two-shot in place": lambda _: torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", fast.staging.group),
+    }
+    size = x.numel() * x.itemsize
+    if size <= all_reduce.PIECE * all_reduce.PIECES:
+        ways["push"] = lambda _: all_reduce.all_reduce(x, fast.lent.pointers, fast.counters, fast.rank)
+    if size <= max(STAGING, push_most(fast.size)):
+        ways["chosen"] = lambda _: fast_sum(fast, x)
+    return ways
+
+
+def sums(seconds: float) -> dict[str, Any]:
+    """`sums_of` on two ranks: the slower of both counts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--port", str(port), "--rank"]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        each = [json.loads(rank.communicate(timeout=seconds)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return {name: max(found[name] for found in each) if " " in name else value for name, value in each[0].items()}
+
+
+def taken_mib() -> list[int]:
+    """Memory taken of each GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def row(name: str, seconds: float) -> dict[str, Any]:
+    """What `agentinfer bench` says of row *name*, and the most memory that each GPU had taken."""
+    model, flags = ROWS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bench.json"
+        bench, *rest = flags.split()
+        command = [sys.executable, "-m", "agentinfer", "bench", bench, str(ROOT / "configs" / model), "--tp", "2"]
+        done = threading.Event()
+        most = [0, 0]
+
+        def watch() -> None:
+            while not done.wait(1.0):
+                most[:] = [max(old, new) for old, new in zip(most, taken_mib(), strict=False)]
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            subprocess.run([*command, "--dummy-weights", "--output", str(out), *rest], check=True, timeout=seconds)
+        finally:
+            done.set()
+            watcher.join()
+        return {**json.loads(out.read_text()), "memory_mib": most}
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=("sums", *ROWS), default=["sums", *ROWS])
+    parser.add_argument("--seconds", type=float, default=560.0, help="for all (default: 560)")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if args.rank is not None:
+        print(json.dumps(sums_of(args.rank, 2, args.port)), flush=True)
+        os._exit(0)  # whatever NCCL still waits for
+    until, report = time.monotonic() + args.seconds, dict[str, Any]()
+    for name in args.only:
+        left = until - time.monotonic()
+        if left < 20:
+            report[name] = {"error": "no time left"}
+            continue
+        try:
+            report[name] = sums(min(left, 120.0)) if name == "sums" else row(name, left)
+        except Exception as error:  # noqa: BLE001 - the other rows are worth their time
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        if args.json is not None:
+            args.json.write_text(json.dumps(report))
+        shown = report[name] if name == "sums" or "error" in report[name] else {
+            key: report[name].get(key) for key in ("decode", "prefill", "served", "memory_mib")
+        }  # fmt: skip
+        print(name, json.dumps(shown)[:2000], flush=True)
+    sys.exit(any("error" in found for found in report.values()))
+
+
+if __name__ == "__main__":
+    main()

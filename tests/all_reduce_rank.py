@@ -1,0 +1,99 @@
+"""One rank of a test of sums between GPUs: `all_reduce_rank.py RANK SIZE PORT`. Raises where a sum is wrong."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+from torch import Tensor
+
+from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, path_of, push_most, start_fast
+from agentinfer.ops.comm import Processes, Pulse, connect, open_store
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def opened(rank: int, size: int, port: int) -> tuple[Processes, Fast]:
+    """This rank's group over NCCL, and its sums without."""
+    device = torch.device("cuda", rank)
+    store = open_store("127.0.0.1", port, serve=rank == 0)
+    comm = connect(store, "test", rank, size, device, Pulse())
+    fast = start_fast(comm, rank, store, "test/fast", device)
+    assert fast is not None, "sums went through NCCL: the log says why"
+    return comm, fast
+
+
+def parts(shape: tuple[int, ...], dtype: torch.dtype, fast: Fast, seed: int) -> list[Tensor]:
+    """What each rank brings, the same on all of them."""
+    device = fast.counters.device
+    return [
+        torch.randn(shape, generator=torch.Generator(device).manual_seed(seed * 10 + r), device=device).to(dtype)
+        for r in range(fast.size)
+    ]
+
+
+def sums(fast: Fast) -> None:
+    """Of all sizes up to the largest of each way, called one after the other without waiting, are float32's."""
+    most = push_most(fast.size)
+    sizes = [16, 8 << 10, 64 << 10, most - 16, most, most + 16, 4 << 20, STAGING - 16, STAGING]
+    found: list[tuple[Tensor, Tensor]] = []
+    for i, count in enumerate(sizes * 3):
+        for dtype in DTYPES:
+            each = parts((count // dtype.itemsize,), dtype, fast, i)
+            got = fast_sum(fast, each[fast.rank])
+            assert (got is None) == (path_of(each[0], fast.size) == "plain")
+            if got is not None:
+                found.append((got, sum(x.float() for x in each)))  # type: ignore[arg-type]
+    for got, want in found:
+        torch.testing.assert_close(got.float(), want, rtol=1.6e-2 if got.dtype != torch.float32 else 1e-6, atol=1e-2)
+
+
+def same_bits(comm: Processes, fast: Fast) -> None:
+    """On all ranks."""
+    for count in (4096, 30_000, 2 << 20):
+        got = fast_sum(fast, parts((count,), torch.bfloat16, fast, 3)[fast.rank])
+        assert got is not None
+        each = comm.all_gather_last_dim(got, fast.rank).view(fast.size, -1)
+        assert all(torch.equal(each[0], other) for other in each)
+
+
+def in_graphs(fast: Fast, replays: int = 2000) -> None:
+    """Replayed many times, with eager sums in between, sums stay those of what is in the input at the time."""
+    x = torch.zeros(64, 4096, dtype=torch.bfloat16, device=fast.counters.device)
+    large = torch.zeros(512, 4096, dtype=torch.bfloat16, device=x.device)
+    graph = torch.cuda.CUDAGraph()
+    for warm in (x, large):
+        fast_sum(fast, warm)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = x
+        for _ in range(5):
+            y = fast_sum(fast, y)  # type: ignore[assignment]
+        z = fast_sum(fast, large)
+    assert z is not None
+    wrong = torch.zeros((), dtype=torch.int64, device=x.device)
+    for i in range(replays):
+        x.fill_(i % 7 + fast.rank)
+        large.fill_(i % 5 - fast.rank)
+        graph.replay()
+        ranks = sum(range(fast.size))
+        wrong += (y != (fast.size * (i % 7) + ranks) * fast.size**4).sum() + (z != fast.size * (i % 5) - ranks).sum()
+        if i % 100 == 0:
+            fast_sum(fast, x[:1].contiguous())
+    assert int(wrong) == 0
+
+
+def main() -> None:
+    """All of it."""
+    logging.basicConfig(level=logging.INFO)
+    rank, size, port = (int(word) for word in sys.argv[1:])
+    comm, fast = opened(rank, size, port)
+    sums(fast)
+    same_bits(comm, fast)
+    in_graphs(fast)
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    main()
