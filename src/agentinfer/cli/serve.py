@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -23,15 +24,28 @@ _OPEN_TO_ALL = ("127.0.0.1", "localhost", "::1")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 once it was told to end. Raises Usage, and EngineDead if the engine could not go on."""
+    """0 once it was told to end. Raises Usage. If the engine could not go on, the process ends here, with 1."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise Usage(f"serve needs {', '.join(missing)}: pip install 'agentinfer[serve]'")
-    from agentinfer.server.guard import Keys
-    from agentinfer.server.run import bind, serve
+    from agentinfer.server.run import EngineDead
 
     logging.basicConfig(level=logging.WARNING, format="agentinfer: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do wrong is no news
+    try:
+        _serve(args)
+    except EngineDead as error:
+        complain(error)
+        sys.stdout.flush()
+        os._exit(1)  # threads of a dead engine, or of a collective that never ends, would abort a tidy exit
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """Until told to end. Raises Usage, and EngineDead if the engine could not go on."""
+    from agentinfer.server.guard import Keys
+    from agentinfer.server.run import bind, serve
+
     users, admins = _keys(args.api_key, "AGENTINFER_API_KEY"), _keys(args.admin_key, "AGENTINFER_ADMIN_KEY")
     if not users and args.host not in _OPEN_TO_ALL:
         complain(f"--host {args.host} without --api-key: whoever reaches it may use it")
@@ -55,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
             options,
             ready=lambda _end: _say(options.names[0], host, port),
         )
-    return 0
 
 
 def _options(args: argparse.Namespace, keys: Keys) -> Options:
