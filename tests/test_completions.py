@@ -19,7 +19,6 @@ from agentinfer.state.admit import arrive, child_seed
 from agentinfer.state.check import violations
 from agentinfer.state.engine import digest, initial
 from agentinfer.state.event import Event
-from agentinfer.state.policy import reserve
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
 from tiny import write_tiny
@@ -83,22 +82,6 @@ def test_the_prompt_is_computed_once_and_shared(folder: Path) -> None:
     assert computed == 6 + 2, "each child computes the last token of the prompt"
     assert (used[1], max(used), max(shared)) == (4, 7, 3)
     assert sequences(first, Request(tuple(PROMPT), THREE)) == (0, 1, 2)
-
-
-def test_reserve_admits_a_request_when_all_of_it_fits() -> None:
-    """Three of 10 slots, 5 of them shared, need 3 + 2 + 2 blocks: with 6 free nobody begins, nor overtakes."""
-    lim = engines.limits(num_blocks=9, max_num_seqs=8, prefix_cache=False)
-    hand = engines.Hand.of(lim, engines.request(6, 7), policy=reserve)  # 12 slots: 3 blocks
-    hand.step()
-    hand.arrive(engines.request(range(6), 5, n=3, temperature=1.0))
-    for seq in (2, 3):
-        hand.script[seq] = []
-    last = hand.arrive(engines.request(2, 1))
-    alone = [hand.step()[0].seqs.tolist() for _ in range(6)]
-    assert alone == [[0]] * 6, "3 + 2 + 2 blocks are more than the 6 that are left"
-    assert hand.step()[0].seqs.tolist() == [1]
-    assert hand.step()[0].seqs.tolist() == [2, 3, last]
-    assert {seq: len(done.output) for seq, done in hand.run().items()} == {1: 5, 2: 5, 3: 5}
 
 
 def test_more_than_the_pool_can_hold_take_turns(folder: Path) -> None:

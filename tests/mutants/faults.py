@@ -964,6 +964,89 @@ _EDITS = (
     ),
 )
 
+_JUDGED = (
+    Fault(
+        name="prompts_judged_from_the_cache",
+        kind="log-probabilities of the wrong tokens, or of none",
+        file="admit.py",
+        old="if limits.prefix_cache and waiting.request.params.prompt_logprobs is None:",
+        new="if limits.prefix_cache:",
+        breaks="tokens of a prompt whose KV was found have no log-probabilities",
+    ),
+    Fault(
+        name="last_token_judged_too",
+        kind="log-probabilities of the wrong tokens, or of none",
+        file="wanted.py",
+        old="else len(request.prompt) - 1",
+        new="else len(request.prompt)",
+        breaks="the position after a prompt is judged by a token that nobody knows yet",
+    ),
+    Fault(
+        name="judged_by_their_own_position",
+        kind="log-probabilities of the wrong tokens, or of none",
+        file="wanted.py",
+        old="request.prompt[int(start[i]) + 1 : int(stop[i]) + 1]",
+        new="request.prompt[int(start[i]) : int(stop[i])]",
+        breaks="each token of a prompt is judged by the logits that come after it",
+    ),
+    Fault(
+        name="children_do_not_wait",
+        kind="a family that is not one",
+        file="schedule.py",
+        old="if entering or early(draft.state, waiting):",
+        new="if entering:",
+        breaks="a prompt with several completions is computed once for each of them",
+    ),
+    Fault(
+        name="children_are_overtaken",
+        kind="a family that is not one",
+        file="schedule.py",
+        old="if turn.reserve and (entering or find_waiting",
+        new="if False and (entering or find_waiting",
+        breaks="a later request takes the blocks that were reserved for the other completions of an earlier one",
+    ),
+    Fault(
+        name="one_is_reserved",
+        kind="a family that is not one",
+        file="admit.py",
+        old="others = waiting.request.params.n - 1 if waiting.cached < 0 else 0",
+        new="others = 0",
+        breaks="reserve admits a request of which not all completions fit",
+    ),
+    Fault(
+        name="children_of_one_seed",
+        kind="a family that is not one",
+        file="admit.py",
+        old="        derived = child_seed(seed, j)\n",
+        new="        derived = seed\n",
+        breaks="all completions of a prompt are the same",
+    ),
+    Fault(
+        name="stale_kv_registered",
+        kind="KV of other weights",
+        file="commit.py",
+        old="    if run.stale:\n        return\n",
+        new="",
+        breaks="a request finds KV that older weights have computed",
+    ),
+    Fault(
+        name="stale_kv_shared",
+        kind="KV of other weights",
+        file="admit.py",
+        old="parent = None if parent is not None and parent.stale else parent",
+        new="parent = parent",
+        breaks="a fork that is admitted after a swap goes on over KV of the older weights",
+    ),
+    Fault(
+        name="cache_outlives_weights",
+        kind="KV of other weights",
+        file="swap.py",
+        old="pool=forgotten(state.pool),",
+        new="pool=state.pool,",
+        breaks="prompts from before a swap are found in the cache, with KV of the older weights",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *_BOUNDARY,
     *_REFERENCES,
@@ -978,4 +1061,5 @@ FAULTS: tuple[Fault, ...] = (
     *_TIME,
     *_DRAFTS,
     *_EDITS,
+    *_JUDGED,
 )

@@ -144,3 +144,19 @@ def test_serving_nobody_is_noticed() -> None:
     engine.arrive(request(3, 2))
     with pytest.raises(Fault, match="serves nobody"):
         engine.step()
+
+
+def test_reserve_admits_a_request_when_all_of_it_fits() -> None:
+    """Three of 10 slots, 5 of them shared, need 3 + 2 + 2 blocks: with 6 free nobody begins, nor overtakes."""
+    lim = limits(num_blocks=9, max_num_seqs=8, prefix_cache=False)
+    hand = Hand.of(lim, request(6, 7), policy=reserve)  # 12 slots: 3 blocks
+    hand.step()
+    hand.arrive(request(range(6), 5, n=3, temperature=1.0))
+    for seq in (2, 3):
+        hand.script[seq] = []
+    last = hand.arrive(request(2, 1))
+    alone = [hand.step()[0].seqs.tolist() for _ in range(6)]
+    assert alone == [[0]] * 6, "3 + 2 + 2 blocks are more than the 6 that are left"
+    assert hand.step()[0].seqs.tolist() == [1]
+    assert hand.step()[0].seqs.tolist() == [2, 3, last]
+    assert {seq: len(done.output) for seq, done in hand.run().items()} == {1: 5, 2: 5, 3: 5}
