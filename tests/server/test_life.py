@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -200,6 +201,22 @@ def test_a_head_that_does_not_come_is_given_up(folder: Path, sent: bytes) -> Non
             assert client.get("/health").status_code == 200
             time.sleep(0.5)
             assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 70_000], ids=["none", "long"])
+def test_what_is_no_http(folder: Path, sent: bytes) -> None:
+    """What is no request of HTTP, or has too long a head, is a 400 in the API's own shape, and the end."""
+    with running(open_engine(folder, small())) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as line:
+            line.settimeout(5)
+            line.sendall(sent)
+            data = b""
+            with contextlib.suppress(ConnectionResetError):  # of what it did not read
+                while piece := line.recv(1000):
+                    data += piece
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def make_app(site: Site, keys: Keys) -> ASGIApp:
         HTTPException: partial(_http_error, site),
         Exception: partial(_error, site),
     }
-    return guarded(Starlette(routes=_routes(site), exception_handlers=handlers), keys)
+    app = Starlette(routes=_routes(site), exception_handlers=handlers)
+    return guarded(app, keys, partial(note_refusal, site.desk.metrics))
 
 
 def _routes(site: Site) -> list[BaseRoute]:

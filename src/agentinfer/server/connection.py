@@ -10,6 +10,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from agentinfer.server.problems import Problem, bytes_of
+
 
 class TimedConnection(H11Protocol):
     """Mutable, as uvicorn's is. Closes itself if a connection or a head has begun, and the head takes too long."""
@@ -38,6 +40,15 @@ class TimedConnection(H11Protocol):
             self._end()
         elif self._head_timer is None:
             self._begin()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say that no request can be read, in the API's own shape, and close."""
+        body = bytes_of(Problem(400, msg))
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        response = h11.Response(status_code=400, headers=headers, reason="Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing any more."""

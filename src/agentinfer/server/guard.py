@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from attrs import field, frozen
 from starlette.datastructures import Headers
@@ -34,8 +34,8 @@ class Keys:
     """None at all: nobody administers."""
 
 
-def guarded(app: ASGIApp, keys: Keys) -> ASGIApp:
-    """*app*, behind *keys*. The scope says whose request it is."""
+def guarded(app: ASGIApp, keys: Keys, note: Callable[[int], None]) -> ASGIApp:
+    """*app*, behind *keys*. The scope says whose request it is; *note* is told the status of who is denied."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,6 +43,7 @@ def guarded(app: ASGIApp, keys: Keys) -> ASGIApp:
         given, path = _given(scope), scope["path"]
         problem = _problem(keys, path, given)
         if problem is not None:
+            note(problem.status)
             await problem_response(problem)(scope, receive, send)
             return
         if keys.users and given is not None:
