@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentinfer.judging import RAW, Basis, basis_of, judge_samples, judge_scored, of_samples, of_scored
 from agentinfer.models.model import Model
-from agentinfer.ops.comm import Ranks
+from agentinfer.ops.comm import Happens, RankLost, Ranks
 from agentinfer.ops.edit import EditTables, tell
 from agentinfer.ops.inputs import Inputs, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
@@ -59,7 +59,7 @@ class Flight:
     """[S] int64, on the host; meaningless until `done`."""
     ok_S: Tensor
     """[S] int64, as tokens_S: 0 where the logits were not finite."""
-    done: torch.cuda.Event | None
+    done: Happens | None
     """Happens when the tokens are there; None: they are."""
     late: Late | None = None
     """Samples that wait for the host: their tokens, and with them all others, come once `finish` has chosen them."""
@@ -113,7 +113,8 @@ def launch(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight | Fa
     try:
         device = evolve(device, edits=tell(device.edits, plan.told)) if plan.told else device
         replayed = m.replay(device, plan) if m.replay is not None else None
-        return _eager(m, device, plan) if replayed is None else replayed
+        flight, device = _eager(m, device, plan) if replayed is None else replayed
+        return _watched(m, flight), device
     except Exception as error:
         if m.ranks.tp.size > 1:
             raise
@@ -198,7 +199,7 @@ def finish(
         chosen = tp.broadcast(chosen)
         tables = count_chosen(device.edits, plan, late.which, chosen)
         last = pass_on(device.last, plan, late.which, chosen)
-        flight = take_off(plan, chosen, late.basis, scored=flight.scored)
+        flight = _watched(m, take_off(plan, chosen, late.basis, scored=flight.scored))
         return flight, Device(device.kv, last, tables), broken
     except Exception as error:
         if tp.size > 1:
@@ -222,13 +223,21 @@ def take_off(
     return Flight(plan, chosen[0, :count], chosen[1, :count], done, None, said, scored)
 
 
+def _watched(m: Machine, flight: Flight) -> Flight:
+    """*flight*, to be waited for as long as all ranks are there."""
+    tp = m.ranks.tp
+    return flight if flight.done is None or tp.size == 1 else evolve(flight, done=tp.comm.watched(flight.done))
+
+
 def _sent(x: Tensor) -> Tensor:
     """*x* on the host, once the stream has come so far."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def land(flight: Flight) -> Sampled | Failed:
-    """Wait for the tokens of *flight*: the only wait of a step. Raises ValueError if it is still to be finished."""
+    """Wait for the tokens of *flight*: the only wait of a step. Raises ValueError if it is still to be finished,
+    RankLost if another rank that has a part in it is gone.
+    """
     if flight.late is not None:
         raise ValueError(f"step {flight.plan.step} has samples that wait for the host: call finish first")
     try:
@@ -237,6 +246,8 @@ def land(flight: Flight) -> Sampled | Failed:
         tokens = flight.tokens_S.numpy().astype(np.int32)
         ok = flight.ok_S.numpy() != 0
         said, scored = (None if x is None else x.numpy() for x in (flight.said, flight.scored))
+    except RankLost:
+        raise
     except Exception as error:  # noqa: BLE001 - a device reports here what went wrong in the step
         return failed(flight.plan, error)
     plan = flight.plan

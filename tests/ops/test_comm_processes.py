@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, connect, fits_peer_buffer, open_store
+from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, Watched, connect, fits_peer_buffer, open_store
 from agentinfer.ops.linear import embedding, head, row_parallel
 
 CPU = torch.device("cpu")
@@ -168,3 +168,34 @@ def test_nothing_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert run(2, lambda group: group.all_reduce_sum(torch.ones(1)).item()) == [2.0, 2.0]
+
+
+class Coming:
+    """An event that has happened once it was asked for so often; None: it never does."""
+
+    def __init__(self, after: int | None, pulse: Pulse) -> None:
+        self.left, self.pulse, self.since = after, pulse, list[float | None]()
+
+    def query(self) -> bool:
+        self.since.append(self.pulse.since)
+        if self.left is None:
+            self.pulse.lost = "rank 1 died" if len(self.since) > 5 else ""
+            return False
+        self.left -= 1
+        return self.left < 0
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing may wait without an end")
+
+
+def test_an_event_is_waited_for_as_a_collective_is() -> None:
+    """Who waits says since when, and no longer once it is over; once a rank is lost the wait ends and names it."""
+    pulse = Pulse()
+    event = Coming(3, pulse)
+    Watched(event, pulse).synchronize()
+    assert len(event.since) == 4
+    assert None not in event.since
+    assert pulse.since is None
+    with pytest.raises(RankLost, match="rank 1 died"):
+        Watched(Coming(None, pulse), pulse).synchronize()
+    assert pulse.since is None

@@ -45,6 +45,10 @@ class Comm(Protocol):
         """The *x* of rank *source*. The others pass a tensor of that shape and dtype."""
         ...
 
+    def watched(self, event: Happens) -> Happens:
+        """*event*, which others have a part in, to be waited for no longer than they are there."""
+        ...
+
 
 class Alone:
     """A world of one: every collective is its argument itself, nothing is copied."""
@@ -65,6 +69,10 @@ class Alone:
         """See Comm. Returns *x*."""
         del source, rank
         return x
+
+    def watched(self, event: Happens) -> Happens:
+        """See Comm. Returns *event*."""
+        return event
 
 
 class Threads:
@@ -156,6 +164,10 @@ class Threads:
         """See Comm."""
         return x if self.size == 1 else self._exchange(x, rank, lambda shown: shown[source].clone())
 
+    def watched(self, event: Happens) -> Happens:
+        """See Comm. Returns *event*."""
+        return event
+
 
 @define(eq=False)
 class Pulse:
@@ -173,6 +185,44 @@ class Pulse:
     """Which rank is gone, and why: whoever waits gives up. Empty: all is well."""
 
 
+class Happens(Protocol):
+    """What a GPU comes to: a torch.cuda.Event, or one that is waited for with others in mind."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+@frozen(eq=False)
+class Watched:
+    """An event that other ranks have a part in. To wait for it is to wait in a collective: *pulse* knows since when,
+    and it ends once a rank is lost.
+    """
+
+    event: Happens
+    pulse: Pulse
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """Wait until it has. Raises RankLost."""
+        self.pulse.since = time.monotonic()
+        try:
+            while not self.event.query():
+                if self.pulse.lost:
+                    raise RankLost(self.pulse.lost)
+                time.sleep(_LOOK_S)
+        finally:
+            self.pulse.since = None
+
+
+_LOOK_S = 2e-5
 _SLICE = timedelta(milliseconds=200)
 _WHO_S = 3.0
 
@@ -233,6 +283,10 @@ class Processes:
         copy = x.clone(memory_format=torch.contiguous_format)
         self._wait(lambda: self._group.broadcast([copy], options))
         return copy
+
+    def watched(self, event: Happens) -> Happens:
+        """See Comm."""
+        return Watched(event, self.pulse)
 
     def abandon(self) -> None:
         """Let no kernel of NCCL wait any longer. For the thread that watches; what was in the collectives is lost."""

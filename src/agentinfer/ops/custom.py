@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentinfer.ops import attention, linear, norm, provide, rope
 from agentinfer.ops.attention import HeadShape
-from agentinfer.ops.comm import Group
+from agentinfer.ops.comm import Group, Happens
 from agentinfer.ops.inputs import Inputs, tables_of
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.provide import Traced
@@ -182,6 +182,10 @@ class OpaqueComm:
         """See Comm."""
         del rank
         return self.broadcast_op(x, source)
+
+    def watched(self, event: Happens) -> Happens:
+        """See Comm. Returns *event*."""
+        return event
 
 
 def opaque(group: Group, name: str) -> Group:
