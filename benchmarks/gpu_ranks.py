@@ -26,8 +26,8 @@ import torch
 from gpu_time import captured
 from torch import Tensor
 
-from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, push_most, start_fast
-from agentinfer.ops.comm import Pulse, connect, open_store, two_shot_sum
+from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, push_most, start_fast, two_shot_sum
+from agentinfer.ops.comm import Pulse, connect, open_store
 from agentinfer.ops.kernels import all_reduce
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, Watched, connect, fits_peer_buffer, open_store
+from agentinfer.ops.allreduce import fits_peer_buffer
+from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, Watched, connect, open_store
 from agentinfer.ops.linear import embedding, head, row_parallel
 
 CPU = torch.device("cpu")

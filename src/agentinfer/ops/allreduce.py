@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
+from collections.abc import Collection
 from typing import Final, Literal, cast
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from agentinfer.ops.comm import Processes, Shared, fits_peer_buffer, share_memory, two_shot_sum
+from agentinfer.ops.comm import Processes, Shared, share_memory
 from agentinfer.ops.kernels import all_reduce as push
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,17 @@ def push_most(size: int) -> int:
     return push.PIECE * push.PIECES // max(1, size * (size - 1) // 2) // 16 * 16
 
 
+def fits_peer_buffer(x: Tensor, buffer_bytes: int, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether a peer-to-peer all-reduce with staging buffers of *buffer_bytes* can take *x*: contiguous, of a listed
+    dtype, not empty, of whole 16-byte units from an address that is one, no larger than the buffer.
+
+    What does not fit goes the plain way.
+    """
+    size = x.numel() * x.element_size()
+    whole = size % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype in dtypes and x.is_contiguous() and whole and 0 < size <= buffer_bytes
+
+
 def path_of(x: Tensor, size: int) -> Path:
     """How *size* ranks sum *x*; all have the same shape, dtype and alignment."""
     if fits_peer_buffer(x, push_most(size), _PUSHED):
@@ -72,6 +84,14 @@ def fast_sum(fast: Fast, x: Tensor, *, patience: int = 0) -> Tensor | None:
     if path == "push":
         return push.all_reduce(x, fast.lent.pointers, fast.counters, fast.rank, patience=patience)
     return two_shot_sum(fast.staging, x) if path == "two_shot" else None
+
+
+def two_shot_sum(staging: Shared, x: Tensor) -> Tensor:
+    """The sum of *x* over the ranks of *staging*, which it fits into, by torch: each rank adds a part and sends it."""
+    there = staging.memory[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
+    there.copy_(x)
+    torch.ops.symm_mem.two_shot_all_reduce_(there, "sum", staging.group)
+    return there.clone()
 
 
 def start_fast(comm: Processes, rank: int, store: object, name: str, device: torch.device) -> Fast | None:

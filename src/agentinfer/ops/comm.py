@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
@@ -396,25 +396,6 @@ def share_memory(
         pointers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         lent.append(Shared(memory, pointers, name, handle))
     return lent
-
-
-def two_shot_sum(staging: Shared, x: Tensor) -> Tensor:
-    """The sum of *x* over the ranks of *staging*, which it fits into, by torch: each rank adds a part and sends it."""
-    there = staging.memory[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
-    there.copy_(x)
-    torch.ops.symm_mem.two_shot_all_reduce_(there, "sum", staging.group)
-    return there.clone()
-
-
-def fits_peer_buffer(x: Tensor, buffer_bytes: int, dtypes: Collection[torch.dtype]) -> bool:
-    """Whether a peer-to-peer all-reduce with staging buffers of *buffer_bytes* can take *x*: contiguous, of a listed
-    dtype, not empty, of whole 16-byte units from an address that is one, no larger than the buffer.
-
-    What does not fit goes the plain way.
-    """
-    size = x.numel() * x.element_size()
-    whole = size % 16 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype in dtypes and x.is_contiguous() and whole and 0 < size <= buffer_bytes
 
 
 @frozen(eq=False)
