@@ -19,6 +19,7 @@ from agentinfer.state.admit import arrive, child_seed
 from agentinfer.state.check import violations
 from agentinfer.state.engine import digest, initial
 from agentinfer.state.event import Event
+from agentinfer.state.history import rewind
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.trace import Trace, verify
 from tiny import write_tiny
@@ -177,6 +178,24 @@ def test_closing_a_stream_ends_all(folder: Path) -> None:
         engine.step()
     assert not engine.unfinished
     assert engine.world.state.pool.num_available == 80
+
+
+def test_a_reset_knows_what_belongs_together(folder: Path) -> None:
+    """After going back to a state in which a request of three lived, aborting its first ends all three."""
+    engine = small(folder)
+    first = engine.add(Request(tuple(PROMPT), THREE))
+    engine.step()
+    early = engine.world.state
+    while engine.unfinished:
+        engine.step()
+    engine.reset(rewind(early, engine.world.state))
+    assert engine.unfinished
+    engine.abort(first)
+    while engine.unfinished:
+        engine.step()
+    assert not len(engine.world.state.order)
+    assert not len(engine.world.state.waiting)
+    assert engine.world.state.pool.num_available == engine.world.state.limits.num_blocks
 
 
 def test_a_run_of_many_replays(folder: Path) -> None:

@@ -322,6 +322,25 @@ def test_outputs_and_streams_tell_them_once(folder: Path) -> None:
     assert deltas[-1].completion == deltas[-1].result.outputs[0]
 
 
+def test_a_stream_may_ask_for_those_of_its_prompt_alone(folder: Path) -> None:
+    """Pieces have none, the result has the prompt's."""
+    params = evolve(SAID, logprobs=None)
+    (want,) = generate(small(folder), [PROMPTS[0]], params)
+    deltas = list(stream(small(folder), PROMPTS[0], params))
+    assert [delta.logprobs for delta in deltas] == [None] * len(deltas)
+    assert deltas[-1].result is not None
+    assert deltas[-1].result.output_ids == want.output_ids
+    near(whole(deltas[-1].result.prompt_logprobs), whole(want.prompt_logprobs))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_prompt_of_one_token_has_one_entry(folder: Path, *, beside: bool) -> None:
+    """None, as nothing is before it, whoever else asks for what."""
+    params = evolve(SAID, logprobs=None)
+    results = generate(small(folder), [[7], *([PROMPTS[0]] if beside else [])], [params, *([SAID] if beside else [])])
+    assert results[0].prompt_logprobs == (None,)
+
+
 def test_offsets_count_characters(folder: Path) -> None:
     """API-01: each token's text begins where the text before it ends; a character is its last byte's token's."""
     ids = toys.byte_level().encode("h\N{LATIN SMALL LETTER E WITH ACUTE}l \N{GRINNING FACE}!").ids

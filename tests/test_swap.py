@@ -258,3 +258,13 @@ def test_several_ranks_are_refused(folders: tuple[Path, Path]) -> None:
     engine.machine = evolve(engine.machine, ranks=evolve(engine.machine.ranks, tp=two))
     with pytest.raises(AgentInferError, match="several ranks"):
         swap_weights(engine, folders[1])
+
+
+def test_weights_of_fewer_layers_are_refused(folders: tuple[Path, Path]) -> None:
+    """By their number; the engine goes on with those it had."""
+    engine = small(folders[0])
+    before = outputs(engine)
+    fewer = evolve(engine.machine.weights, layers=engine.machine.weights.layers[:-1])
+    with pytest.raises(CheckpointError, match=r"the weights are \d+ tensors, the engine's \d+"):
+        swap_weights(engine, fewer)
+    assert outputs(engine) == before

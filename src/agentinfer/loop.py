@@ -177,6 +177,8 @@ class Engine:
         left = live(state)
         self.readers, self.said = caught_up(self.text, state), rewound(self.said, state)
         self.boxes = {seq: box for seq, box in self.boxes.items() if seq in left}
+        waiting = (*state.requeued, *state.waiting)
+        self.groups = {w.seq: w.request.params.n for w in waiting if w.request.params.n > 1}
 
     def _hear(self, event: Event) -> None:
         before = self.world.state
@@ -410,7 +412,9 @@ def _news(
             found.append((seq, done.output[tale.told :], done.logprobs and done.logprobs[tale.told :], done))
         elif tokens := _tokens_since(engine.world.state, seq, tale.prompt + tale.told):
             said = engine.said.get(seq)
-            found.append((seq, tokens, said and tuple(said.output.between(tale.told, tale.told + len(tokens))), None))
+            asked = said is not None and len(said.output) > 0  # of its tokens, not of its prompt alone
+            news = tuple(said.output.between(tale.told, tale.told + len(tokens))) if said and asked else None
+            found.append((seq, tokens, news, None))
     return found
 
 

@@ -36,7 +36,7 @@ SaidOf = Mapping[SeqId, Said]
 
 def collected(said: SaidOf, output: Output | None) -> tuple[Output | None, SaidOf]:
     """*output*, whose ends tell all that was said of them, and what is said of those that go on."""
-    if output is None or not (said or output.logprobs or output.prompt_logprobs):
+    if output is None or not (said or output.logprobs or output.prompt_logprobs or any(map(_asks, output.finished))):
         return output, said
     now = dict(said)
     for seq, first, pieces in output.prompt_logprobs:
@@ -48,6 +48,10 @@ def collected(said: SaidOf, output: Output | None) -> tuple[Output | None, SaidO
             now[seq] = Said(before.output.append(one), before.prompt)
     ends = tuple(_with(done, now.pop(done.seq, None)) for done in output.finished)
     return evolve(output, finished=ends), now
+
+
+def _asks(done: Finished) -> bool:
+    return done.request.params.logprobs is not None or done.request.params.prompt_logprobs is not None
 
 
 def _with(done: Finished, said: Said | None) -> Finished:

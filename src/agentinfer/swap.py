@@ -84,7 +84,10 @@ def _facts(config: Any) -> dict[str, Any]:
 
 def _matched(old: Any, new: Any) -> list[tuple[Tensor, Tensor]]:
     """Each tensor of *old* with its successor. Raises CheckpointError where shape or dtype differ."""
-    pairs: list[tuple[Tensor, Tensor]] = list(zip(tree_leaves(old), tree_leaves(new), strict=True))
+    mine, theirs = list[Tensor](tree_leaves(old)), list[Tensor](tree_leaves(new))
+    if len(mine) != len(theirs):
+        raise CheckpointError(f"the weights are {len(theirs)} tensors, the engine's {len(mine)}")
+    pairs = list(zip(mine, theirs, strict=True))
     for i, (before, after) in enumerate(pairs):
         if before.shape != after.shape or before.dtype != after.dtype:
             said = f"{tuple(after.shape)} {after.dtype}, the engine's is {tuple(before.shape)} {before.dtype}"

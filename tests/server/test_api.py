@@ -159,6 +159,24 @@ def test_stop_strings(server: Server, folder: Path) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == want.text[:at]
 
 
+def test_bad_words_are_texts(server: Server, folder: Path) -> None:
+    """Spelled by the engine's tokenizer, as in the library."""
+    (plain,) = own(folder, ["hello"], max_tokens=6)
+    words = [plain.text[:1]]
+    (want,) = own(folder, ["hello"], max_tokens=6, bad_words=words)
+    said = server.complete(model=NAME, prompt="hello", max_tokens=6, bad_words=words, **GREEDY)
+    assert said["choices"][0]["text"] == want.text != plain.text
+
+
+def test_echo_of_one_token_has_its_entry(server: Server) -> None:
+    """The first of a text has no log-probability, and its place all the same."""
+    said = server.complete(model=NAME, prompt=[7], max_tokens=2, echo=True, logprobs=1, **GREEDY)
+    judged = said["choices"][0]["logprobs"]
+    assert [len(judged[name]) for name in ("tokens", "token_logprobs", "text_offset")] == [3, 3, 3]
+    assert judged["token_logprobs"][0] is None
+    assert judged["text_offset"][0] == 0
+
+
 def test_a_stop_token_is_named(server: Server, folder: Path) -> None:
     """stop_reason is the id of a stop token that was asked for."""
     (want,) = own(folder, ["hello"], max_tokens=3)
@@ -276,6 +294,25 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": -1}, 400, "top_logprobs"),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "structured_outputs": {"choice": ["yes"]},
+            "response_format": {"type": "json_object"},
+        },
+        400,
+        "structured_outputs",
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+        400,
+        "response_format",
+    ),
     (COMPLETIONS, {"prompt": "a", "n": 129, "temperature": 1}, 400, "n"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),

@@ -219,6 +219,25 @@ def test_too_many_failures_in_a_row_are_death(folder: Path) -> None:
         assert "broken for good" in died[0].reason
 
 
+def test_requests_that_fail_alone_are_no_failures_of_the_engine(folder: Path) -> None:
+    """However many in a row: their steps went well."""
+    engine = open_engine(folder, small())
+    inner, broken = engine.machine.model.forward, [True]
+
+    def forward(*given: Any) -> Any:
+        logits, kv = inner(*given)
+        return (logits * float("nan") if broken else logits), kv
+
+    with driven(with_forward(engine, forward)) as line:
+        for number in range(FATAL + 2):
+            line.send(asked(number, [5, 6]))
+            assert "not finite" in line.ended(number)[0].detail
+        broken.clear()
+        line.send(asked(99, [5, 6]))
+        assert line.ended(99)[0].reason == "length"
+    assert free(engine)
+
+
 def test_what_a_policy_raises_is_death(folder: Path) -> None:
     """An engine whose policy raises can not go on."""
 

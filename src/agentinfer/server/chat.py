@@ -87,6 +87,8 @@ def _params(raw: dict[str, Any], body: ChatBody, choice: Choice) -> SamplingPara
     """Raises Problem."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs: only with logprobs=true")
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        raise invalid("top_logprobs", f"top_logprobs: must be at least 0, not {body.top_logprobs}")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs: not with stream=true")
     more: dict[str, Any] = {

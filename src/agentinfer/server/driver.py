@@ -1,7 +1,8 @@
 """The one thread that owns the engine: commands in, steps, reports out. Knows nothing of HTTP, and waits for nobody.
 
 * A step of the device that raises ends its own requests, and the next one goes on. After FATAL such steps in a row, and
-  whatever else a step raises, the engine is dead: all are told, and the thread ends.
+  whatever else a step raises, the engine is dead: all are told, and the thread ends. What ends one request alone (its
+  logits, its form, its function) is none of these.
 * Commands are heard between two steps, so a request that nobody waits for holds its blocks for one step at most.
 * Commands come in by `take_in`: what asks for a form waits in a thread of its own until its grammar is compiled.
 """
@@ -12,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -20,7 +22,7 @@ from attrs import define, field, frozen
 from agentinfer.errors import InvalidRequest
 from agentinfer.grammar import check_form
 from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
-from agentinfer.result import sequences, shown
+from agentinfer.result import Note, sequences, shown, spelled
 from agentinfer.server.mail import (
     Accepted,
     Command,
@@ -38,6 +40,7 @@ from agentinfer.server.mail import (
     Submit,
     Turned,
 )
+from agentinfer.turn import EngineState, Event, Failed, Landed
 
 FATAL: Final = 3
 """Steps that fail in a row, after which the engine counts as dead."""
@@ -72,6 +75,8 @@ class Driver:
     paused: bool = False
     failures: int = 0
     """Steps in a row that failed."""
+    failed: str = ""
+    """Why the last of them did."""
     planned: int = -1
     """The last plan whose positions were counted."""
     dead: str | None = None
@@ -121,6 +126,7 @@ def _compile(intake: Intake, asked: Submit) -> None:
 
 def drive(driver: Driver) -> None:
     """Hear commands and step, until Quit or the engine's death. For a thread of its own; raises nothing."""
+    driver.engine.note = partial(_counting, driver, driver.engine.note)
     try:
         while True:
             commands = _heard(driver)
@@ -171,7 +177,7 @@ def _submit(driver: Driver, asked: Submit) -> None:
     requests: list[Request] = []
     for index, item in enumerate(asked.items):
         try:
-            requests.append(Request(item.prompt, item.params, item.salt))
+            requests.append(spelled(driver.engine.text, Request(item.prompt, item.params, item.salt)))
             check(driver.engine, requests[-1])
         except InvalidRequest as error:
             driver.tell([Refused(asked.id, index, error.field, str(error))])
@@ -181,6 +187,8 @@ def _submit(driver: Driver, asked: Submit) -> None:
     for request in requests:
         for seq in sequences(driver.engine.add(request), request):
             driver.places[seq], driver.requests[seq], driver.told[seq] = Place(asked.id, index), request, 0
+            if request.params.prompt_logprobs is not None and len(request.prompt) == 1:
+                driver.tell([Judged(asked.id, index, [None])])  # nothing is before its only token
             index += 1
 
 
@@ -205,7 +213,8 @@ def _turn(driver: Driver) -> None:
         num_preempted,
     )
     driver.tell([*_judged(driver, output), turned, *_ends(driver, finished)])
-    _count_failures(driver, landed=output is not None and len(output.seqs) > 0, finished=finished)
+    if driver.failures >= FATAL:
+        raise RuntimeError(f"{FATAL} steps in a row failed, the last with {driver.failed}")
 
 
 Grown = tuple[list[int], list[int], list[int], list[TokenLogprobs | None] | None]
@@ -277,15 +286,16 @@ def _end(
     return Ended(place.id, place.index, tokens, hidden, reason, detail, cached, logprobs)
 
 
-def _count_failures(driver: Driver, *, landed: bool, finished: Iterable[Finished]) -> None:
-    """Raises RuntimeError when there are too many in a row."""
-    errors = [done.detail for done in finished if done.reason == "error"]
-    if landed or not errors:
-        driver.failures = 0 if landed else driver.failures
-        return
-    driver.failures += 1
-    if driver.failures >= FATAL:
-        raise RuntimeError(f"{FATAL} steps in a row failed, the last with {errors[-1]}")
+def _counting(driver: Driver, before: Note, event: Event, state: EngineState) -> None:
+    """A note of the engine, which counts steps that fail."""
+    match event:
+        case Failed():
+            driver.failures, driver.failed = driver.failures + 1, event.reason
+        case Landed():
+            driver.failures = 0
+        case _:
+            pass
+    before(event, state)
 
 
 def facts(engine: Engine) -> dict[str, Any]:

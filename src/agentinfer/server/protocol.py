@@ -7,6 +7,7 @@ warning, as in vLLM: unknown ones, and those by which other servers keep account
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
@@ -189,7 +190,10 @@ def unknown_fields(raw: Mapping[str, Any], kind: type[Struct], also: frozenset[s
 
 def sampling_of(raw: Mapping[str, Any], **more: Any) -> SamplingParams:
     """The fields of *raw* that say how to sample; *more* overrules them. Raises Problem naming the field."""
-    given = {name: value for name, value in raw.items() if name in SAMPLING and value is not None} | more
+    given = {name: value for name, value in raw.items() if name in SAMPLING and value is not None}
+    if "structured_outputs" in given and more.get("structured_outputs") is not None:
+        raise invalid("structured_outputs", "structured_outputs: response_format or tool_choice asks for another form")
+    given |= more
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
     try:
@@ -198,14 +202,19 @@ def sampling_of(raw: Mapping[str, Any], **more: Any) -> SamplingParams:
         raise Problem(400, str(error), param=error.field) from error
 
 
+_TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
 def _biases(given: object) -> dict[int, float]:
     """Keys of JSON are texts. Raises Problem."""
     if not isinstance(given, dict):
         raise invalid("logit_bias", "logit_bias: must be an object from token ids to numbers")
-    try:
-        return {int(key): value for key, value in cast(dict[str, Any], given).items()}
-    except ValueError as error:
-        raise invalid("logit_bias", f"logit_bias: a key is no token id: {error}") from error
+    biases: dict[int, float] = {}
+    for key, value in cast(dict[str, Any], given).items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid("logit_bias", f"logit_bias: {key!r} is no token id")
+        biases[int(key)] = value
+    return biases
 
 
 def prompts_of(prompt: object) -> tuple[list[str | list[int]], bool]:

@@ -16,10 +16,10 @@ def structure_of(response_format: Mapping[str, Any] | None) -> dict[str, Any]:
             return {}
         case {"type": "json_object"}:
             return constrained("response_format", {"json_object": True})
-        case {"type": "json_schema", "json_schema": {"schema": schema}} if isinstance(schema, dict | bool):
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if isinstance(schema, dict):
             return constrained("response_format", {"json": schema})
         case {"type": "json_schema"}:
-            raise invalid("response_format", "response_format: json_schema must be an object that has a schema")
+            raise invalid("response_format", "response_format: json_schema.schema must be an object")
         case {"type": "structural_tag"}:
             raise invalid("response_format", "response_format: structural_tag is not supported")
         case _:

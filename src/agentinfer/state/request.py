@@ -160,7 +160,7 @@ class SamplingParams:
     """Taken off the logit of every token that is in the output."""
     frequency_penalty: float = field(default=0.0, validator=_number(-2.0, 2.0))
     """Taken off a logit as many times as its token is in the output."""
-    repetition_penalty: float = field(default=1.0, validator=_number(0.0, 1e6, open_low=True))
+    repetition_penalty: float = field(default=1.0, validator=_number(1e-6, 1e6))
     """Of every token that is in the prompt or the output: its logit is divided by it, or multiplied if negative."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=_pairs, validator=_biases)
     """Given as a mapping from token ids to what is added to their logits."""
