@@ -648,14 +648,6 @@ _FORK = (
         new="draft.copies.extend(())",
         breaks="the child's first own block lacks the positions that its parent had in it",
     ),
-    Fault(
-        name="copied_to_the_last",
-        kind="copy-on-write missing in fork",
-        file="schedule.py",
-        old="draft.copies.append((had.source, fresh[0]))",
-        new="draft.copies.append((had.source, fresh[-1]))",
-        breaks="a child that takes several blocks at once has the copy in the wrong one of them",
-    ),
 )
 
 _TIME = (

@@ -14,7 +14,7 @@ from agentinfer.state.admit import abort, fork
 from agentinfer.state.check import violations
 from agentinfer.state.engine import EngineState, digest, find_running, tokens_of
 from agentinfer.state.event import Arrived, Landed, Stepped
-from agentinfer.state.history import replay
+from agentinfer.state.history import replay, rewind
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.plan import Output, Plan, plan_digest, sampled
 from agentinfer.state.schedule import scheduled
@@ -245,6 +245,19 @@ def test_a_sequence_that_ends_while_its_drafts_fly() -> None:
     hand.state = abort(hand.state, SeqId(0))
     assert pairs(landed(hand, plan, [*range(100, 110), 60, 61])) == [(1, 60), (1, 61)]
     assert in_use(hand.state) == 1
+
+
+def test_drafts_of_an_earlier_admission_take_nothing_back() -> None:
+    """A sequence admitted again, to the same row, while its drafts flew: what it has computed since stays."""
+    hand = begun([5, 6, 7, 8, 9, 10])
+    old = launched(hand, {0: [2, 3]})
+    hand.state = rewind(hand.state, hand.state)
+    again = hand.plan()
+    assert again.rows.tolist() == old.rows.tolist()
+    before = numbers(hand.state, 0)
+    output = landed(hand, old, [2, 3, 4])
+    assert pairs(output) == []
+    assert numbers(hand.state, 0) == before
 
 
 def test_a_fork_while_drafts_fly_begins_with_what_is_known() -> None:
