@@ -240,6 +240,26 @@ def test_text_stops_where_it_did(tmp_path: Path) -> None:
         assert got.finish_reason == "stop"
 
 
+def test_outputs_end_at_a_stop_string(tmp_path: Path) -> None:
+    """In a loop of one's own too: tokens that were right but lie behind the stop are in no output."""
+    folder = toys.folder_of(write_tiny(tmp_path, vocab_size=280), toys.byte_level())
+    engine = small(folder)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    (whole,) = loop.generate(engine, ["hello hello"], params)
+    assert whole.text is not None
+    with speculating(engine, draft_model(small(folder), 5)):
+        for at in range(3, 20, 3):
+            seq = engine.add(Request(whole.prompt_ids, evolve(params, stop=whole.text[at : at + 2])))
+            told, ends = list[int](), []
+            while engine.unfinished:
+                output = engine.step()
+                if output is not None:
+                    told += [token for s, token in zip(ints(output.seqs), ints(output.tokens), strict=True) if s == seq]
+                    ends += output.finished
+            assert tuple(told) == ends[0].output
+            assert ends[0].reason == "stop"
+
+
 @pytest.mark.parametrize("rejection", [False, True])
 def test_all_that_a_request_can_ask_for_beside(rejection: bool, folder: Path) -> None:
     """Several completions, log-probabilities of prompt and output, in chunks: the whole results are those without."""

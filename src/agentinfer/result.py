@@ -338,7 +338,9 @@ def stopped(
         return state, output, readers
     over = {done.seq for done in output.finished}
     moved = {seq: reader for seq, reader in readers.items() if seq not in over}
+    ended, counts = set[SeqId](), list[bool]()
     for seq, token in zip(map(SeqId, ints(output.seqs)), ints(output.tokens), strict=True):
+        counts.append(seq not in ended)  # drafts that were right bring several tokens: those behind the stop are none
         if seq not in moved:
             continue
         reader, _ = read(text, moved[seq], (token,))
@@ -346,13 +348,23 @@ def stopped(
             moved[seq] = reader
             continue
         del moved[seq]
+        ended.add(seq)
         event = Stopped(seq, reader.count, reader.found)
         state = fold(state, (event,))
         note(event, state)
     state, told = flush(state)
     if told is not None:
         output = evolve(output, finished=(*output.finished, *told.finished))
-    return state, output, moved
+    return state, output if all(counts) else _only(output, counts), moved
+
+
+def _only(output: Output, which: Sequence[bool]) -> Output:
+    """*output* with some of its tokens."""
+    some = list(which)
+    seqs, tokens = output.seqs[some], output.tokens[some]
+    seal(seqs, tokens)
+    logprobs = output.logprobs and tuple(compress(output.logprobs, which))
+    return evolve(output, seqs=seqs, tokens=tokens, logprobs=logprobs)
 
 
 def without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
@@ -360,16 +372,10 @@ def without(output: Output, seqs: AbstractSet[SeqId]) -> Output | None:
     named = {*ints(output.seqs), *(done.seq for done in output.finished), *(one[0] for one in output.prompt_logprobs)}
     if seqs >= named:
         return None
-    others = [seq not in seqs for seq in ints(output.seqs)]
-    rest, tokens = output.seqs[others], output.tokens[others]
-    seal(rest, tokens)
-    return Output(
-        output.step,
-        rest,
-        tokens,
-        tuple(done for done in output.finished if done.seq not in seqs),
-        output.logprobs and tuple(compress(output.logprobs, others)),
-        tuple(one for one in output.prompt_logprobs if one[0] not in seqs),
+    return evolve(
+        _only(output, [seq not in seqs for seq in ints(output.seqs)]),
+        finished=tuple(done for done in output.finished if done.seq not in seqs),
+        prompt_logprobs=tuple(one for one in output.prompt_logprobs if one[0] not in seqs),
     )
 
 
