@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 from attrs import evolve
 
@@ -9,7 +11,7 @@ from agentinfer.errors import AgentInferError
 from agentinfer.state.admit import abort, fork
 from agentinfer.state.engine import has_work
 from agentinfer.state.ids import SeqId, ints
-from agentinfer.state.policy import POLICIES, reserve, throughput
+from agentinfer.state.policy import POLICIES, queue, reserve, throughput
 from agentinfer.state.schedule import schedule, scheduled
 from agentinfer.testing import Fault
 from engines import BOTH, Hand, blocks_of, drive, limits, request
@@ -72,6 +74,22 @@ def test_throughput_preempts_the_newest_first() -> None:
     assert hand.state.requeued[0].seq == 2
     assert [w.seq for w in hand.state.waiting][-1] == late
     assert ints(plan.seqs) == [0, 1]
+
+
+def test_a_fork_comes_behind_its_parent_that_waits() -> None:
+    """Whoever admits one at a time, from the front, reaches the parent first; a fork of a fork waits for the same."""
+    hand = Hand.of(limits(), request((1, 2), 3), request((3, 4), 3))
+    hand.state, (one, two) = fork(hand.state, SeqId(1), 2)
+    hand.state, (three,) = fork(hand.state, one)
+    assert [w.seq for w in queue(hand.state)] == [0, 1, one, two, three]
+
+    def first_alone(state):
+        for turn in throughput(state):
+            yield evolve(turn, admit=islice(turn.admit, 0 if len(state.order) else 1))
+
+    lone = Hand.of(limits(), request((3, 4), 3), policy=first_alone)
+    lone.state, _ = fork(lone.state, SeqId(0), 2)
+    assert sorted(lone.run()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("policy", BOTH)

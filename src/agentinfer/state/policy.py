@@ -15,7 +15,7 @@ import numpy as np
 from attrs import frozen
 
 from agentinfer.state.engine import EngineState
-from agentinfer.state.ids import I32, some, total
+from agentinfer.state.ids import I32, SeqId, some, total
 from agentinfer.state.sequence import Waiting
 
 NOBODY: Final = np.zeros(0, np.int32)
@@ -45,8 +45,27 @@ Policy = Callable[[EngineState], Iterable[Turn]]
 
 
 def queue(state: EngineState) -> Iterator[Waiting]:
-    """All waiting sequences: preempted and forked ones first, then in order of arrival."""
-    return chain(state.requeued, state.waiting)
+    """All waiting sequences: preempted and forked ones first, then in order of arrival. A fork whose parent waits too
+    comes behind it, wherever that is: it can not be admitted before.
+    """
+    everybody = chain(state.requeued, state.waiting)
+    return _behind_parents(everybody) if any(w.parent != w.seq for w in state.requeued) else everybody
+
+
+def _behind_parents(queue: Iterable[Waiting]) -> Iterator[Waiting]:
+    everybody = tuple(queue)
+    to_come = {waiting.seq for waiting in everybody}
+    held: dict[SeqId, list[Waiting]] = {}
+    for waiting in everybody:
+        if waiting.parent != waiting.seq and waiting.parent in to_come:
+            held.setdefault(waiting.parent, []).append(waiting)
+            continue
+        now = [waiting]
+        while now:
+            one = now.pop(0)
+            yield one
+            to_come.discard(one.seq)
+            now = held.pop(one.seq, []) + now
 
 
 def needs(state: EngineState) -> I32:
