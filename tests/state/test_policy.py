@@ -88,7 +88,8 @@ def test_a_fork_comes_behind_its_parent_that_waits() -> None:
             yield evolve(turn, admit=islice(turn.admit, 0 if len(state.order) else 1))
 
     lone = Hand.of(limits(), request((3, 4), 3), policy=first_alone)
-    lone.state, _ = fork(lone.state, SeqId(0), 2)
+    lone.state, children = fork(lone.state, SeqId(0), 2)
+    lone.script |= {child: [] for child in children}
     assert sorted(lone.run()) == [0, 1, 2]
 
 
