@@ -469,8 +469,8 @@ _TURNS = (
         name="preempted_wait_behind",
         kind="fairness",
         file="policy.py",
-        old="return chain(state.requeued, state.waiting)",
-        new="return chain(state.waiting, state.requeued)",
+        old="everybody = chain(state.requeued, state.waiting)",
+        new="everybody = chain(state.waiting, state.requeued)",
         breaks="a preempted or forked sequence waits behind every new arrival, as long as some come",
     ),
     Fault(
