@@ -50,9 +50,9 @@ def test_vllms_own_field(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"), [("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})], ids=str
+    ("choice", "names"), [("required", "fg"), ({"type": "function", "function": {"name": "g"}}, "g")], ids=str
 )
-def test_a_tool_must_be_called(server: Server, choice: Any, names: set[str]) -> None:
+def test_a_tool_must_be_called(server: Server, choice: Any, names: str) -> None:
     """A forced answer is one call whose arguments fit the tool's parameters, whole and streamed."""
     asked = {**ASKED, "tools": TOOLS, "tool_choice": choice, "max_tokens": 150}
     whole = server.post(CHAT, asked).json()["choices"][0]
