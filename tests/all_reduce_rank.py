@@ -44,7 +44,7 @@ def sums(fast: Fast) -> None:
             got = fast_sum(fast, each[fast.rank])
             assert (got is None) == (path_of(each[0], fast.size) == "plain")
             if got is not None:
-                found.append((got, sum(x.float() for x in each)))  # type: ignore[arg-type]
+                found.append((got, sum(x.float() for x in each)))
     for got, want in found:
         torch.testing.assert_close(got.float(), want, rtol=1.6e-2 if got.dtype != torch.float32 else 1e-6, atol=1e-2)
 
@@ -69,7 +69,7 @@ def in_graphs(fast: Fast, replays: int = 2000) -> None:
     with torch.cuda.graph(graph):
         y = x
         for _ in range(5):
-            y = fast_sum(fast, y)  # type: ignore[assignment]
+            y = fast_sum(fast, y)
         z = fast_sum(fast, large)
     assert z is not None
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)

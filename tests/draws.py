@@ -40,7 +40,7 @@ PROMPT, OUTPUT = (1, 1, 2), (9, 9, 3)
 def tables_of(device: object) -> EditTables:
     """What a device knows of a row for each case: row i + 1 of case i."""
     told = [Told(Row(i + 1), Request(PROMPT, params), (*PROMPT, *OUTPUT)) for i, params in enumerate(CASES.values())]
-    return tell(no_tables(len(LOGITS), device), told)  # type: ignore[arg-type]
+    return tell(no_tables(len(LOGITS), device), told)
 
 
 def edited(params: SamplingParams) -> F64:

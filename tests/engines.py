@@ -61,7 +61,7 @@ def sampling_steps(plans: Iterable[Plan], seq: int) -> list[int]:
 
 def blocks_of(state: EngineState, seq: int) -> tuple[int, ...]:
     """The block table of *seq*; empty if it does not run."""
-    run = find_running(state, seq)  # type: ignore[arg-type]
+    run = find_running(state, seq)
     return () if run is None else run.blocks
 
 

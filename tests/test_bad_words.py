@@ -79,7 +79,7 @@ def test_no_output_holds_a_bad_word(engine: Engine) -> None:
     """Words of one token and of several, of letters that are all that may be said: none is in any text, though each is
     said where it is allowed.
     """
-    letters = sorted({*b"helo 12", *encode(engine.text, "hell"), *encode(engine.text, "12")})  # type: ignore[arg-type]
+    letters = sorted({*b"helo 12", *encode(engine.text, "hell"), *encode(engine.text, "12")})
     words = ("el", "lo", "o h", "2", "12")
     free = SamplingParams(max_tokens=60, seed=1, allowed_token_ids=letters, temperature=5.0)
     before = [r.text for r in generate(engine, [[1], [2], [3]], free)]
@@ -87,7 +87,7 @@ def test_no_output_holds_a_bad_word(engine: Engine) -> None:
     banned = SamplingParams(max_tokens=60, seed=1, allowed_token_ids=letters, temperature=5.0, bad_words=words)
     results = generate(engine, [[1], [2], [3]], banned)
     for word in words:
-        spelled_out = encode(engine.text, word)  # type: ignore[arg-type]
+        spelled_out = encode(engine.text, word)
         for result in results:
             ids = result.output_ids
             assert all(ids[i : i + len(spelled_out)] != spelled_out for i in range(len(ids)))
@@ -100,7 +100,7 @@ def test_what_is_asked_is_in_the_engine_as_tokens(engine: Engine) -> None:
     seq = engine.add(Request((1,), SamplingParams(max_tokens=2, bad_words="a")))
     waiting = next(iter(engine.world.state.waiting))
     assert waiting.seq == seq
-    assert waiting.request.params.bad_words == (encode(engine.text, "a"), encode(engine.text, " a"))  # type: ignore[arg-type]
+    assert waiting.request.params.bad_words == (encode(engine.text, "a"), encode(engine.text, " a"))
     engine.abort(seq)
     while engine.unfinished:
         engine.step()

@@ -38,7 +38,7 @@ def test_a_setting_that_can_not_work_is_refused_by_name(name: str, bad: tuple[ob
     """Every value outside of what is documented is an InvalidSetting that names its field."""
     for value in bad:
         with pytest.raises(InvalidSetting) as refusal:
-            Settings(**{name: value})  # type: ignore[arg-type]
+            Settings(**{name: value})
         assert refusal.value.field == name
 
 

@@ -114,7 +114,7 @@ def test_a_stream_says_whose_each_piece_is(folder: Path) -> None:
         mine = [delta for delta in deltas if delta.index == i]
         assert tuple(token for delta in mine for token in delta.token_ids) == one.output_ids
         assert "".join(delta.text for delta in mine) == one.text
-        assert tuple(said for delta in mine for said in delta.logprobs or ()) == mine[-1].completion.logprobs  # type: ignore[union-attr]
+        assert tuple(said for delta in mine for said in delta.logprobs or ()) == mine[-1].completion.logprobs
         assert [delta.completion is not None for delta in mine] == [*[False] * (len(mine) - 1), True]
         assert mine[-1].completion is not None
         assert mine[-1].completion.output_ids == one.output_ids

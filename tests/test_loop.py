@@ -549,7 +549,7 @@ def test_seeds_of_a_fork_are_checked_before_anything_happens(folder: Path, answe
     engine.step()
     for seeds in ((2**63,), (-5,), (1.5,), ("3",), 5):
         with pytest.raises(InvalidRequest, match="seeds"):
-            engine.fork(seq, seeds)  # type: ignore[arg-type]
+            engine.fork(seq, seeds)
     assert [done.output for done in run(engine, [seq])] == answers[:1]
 
 
@@ -573,11 +573,11 @@ def test_only_a_state_whose_kv_is_there_can_be_gone_on_from(folder: Path) -> Non
 def test_a_prompt_of_a_wrong_kind_fails_alone(folder: Path, answers: list[tuple[int, ...]], bad: object) -> None:
     """What is neither text nor token ids is a refused prompt, and so are parameters that are none; the others go on."""
     engine = open_engine(folder, small())
-    found = generate(engine, [PROMPTS[0], bad, PROMPTS[1]], GREEDY)  # type: ignore[list-item]
+    found = generate(engine, [PROMPTS[0], bad, PROMPTS[1]], GREEDY)
     assert [r.finish_reason for r in found] == ["length", "rejected", "length"]
     assert f"prompt: must be text or token ids, not {bad}" in str(found[1].error)
     assert outputs([found[0], found[2]]) == answers[:2]
-    assert generate(engine, [[1]], [bad])[0].finish_reason == "rejected"  # type: ignore[list-item]
+    assert generate(engine, [[1]], [bad])[0].finish_reason == "rejected"
 
 
 def test_a_prompt_that_raises_queues_nothing(folder: Path) -> None:
@@ -589,5 +589,5 @@ def test_a_prompt_that_raises_queues_nothing(folder: Path) -> None:
 
     engine = open_engine(folder, small())
     with pytest.raises(ZeroDivisionError):
-        generate(engine, [PROMPTS[0], broken()], GREEDY)  # type: ignore[list-item]
+        generate(engine, [PROMPTS[0], broken()], GREEDY)
     assert not engine.unfinished

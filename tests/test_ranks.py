@@ -305,10 +305,10 @@ def test_what_an_engine_of_several_ranks_can_not_do(folder: Path) -> None:
         with pytest.raises(AgentInferError, match="can not be reset"):
             engine.reset(engine.world.state)
         generate(engine, PROMPTS[:1], params(max_tokens=2))
-        engine.lead.step += 10  # type: ignore[attr-defined]
+        engine.lead.step += 10
         with pytest.raises(AgentInferError, match="was interrupted, but other ranks"):
             generate(engine, PROMPTS[:1], params(max_tokens=2))
-        engine.lead.waiting.clear()  # type: ignore[attr-defined]
+        engine.lead.waiting.clear()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

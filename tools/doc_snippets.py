@@ -56,7 +56,7 @@ def text_of(name: str) -> str:
     """The source of the function *name*, less its docstring."""
     module, _, function = name.rpartition(".")
     source = textwrap.dedent(inspect.getsource(getattr(import_module(module), function)))
-    first = ast.parse(source).body[0].body[0]  # type: ignore[attr-defined]
+    first = ast.parse(source).body[0].body[0]
     lines = source.splitlines(keepends=True)
     return "".join(lines[: first.lineno - 1] + lines[first.end_lineno :])
 

@@ -45,7 +45,7 @@ def fake_nvml(*, broken: bool = False) -> ModuleType:
         nvmlDeviceGetPowerUsage=lambda h: 654_321,
         nvmlDeviceGetClockInfo=lambda h, kind: 1980,
         nvmlDeviceGetTemperature=lambda h, kind: 55,
-    )  # type: ignore[return-value]
+    )
 
 
 def test_surroundings_of_a_cpu() -> None:

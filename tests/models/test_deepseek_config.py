@@ -116,7 +116,7 @@ def test_shapes_of_ranks() -> None:
     assert model.heads(model.config, 4) == LayerShape(
         HeadShape(4, 1, 576), LatentShape(4, 128, 64, 512, 128), ExpertShape(64, 6, 352)
     )
-    assert model.heads(model.config, 16).experts == ExpertShape(64, 6, 88)  # type: ignore[union-attr]
+    assert model.heads(model.config, 16).experts == ExpertShape(64, 6, 88)
     one, four = (weight_sizes(model, tp) for tp in (1, 4))
     assert one.num_parameters == four.num_parameters
     assert 0.24 < four.rank_bytes / one.rank_bytes < 0.27

@@ -61,8 +61,8 @@ def test_shape_of_a_rank() -> None:
     """A rank of DeepSeek-V2-Lite has some of the experts, as wide as the model has them."""
     model = read_config(ROOT / "configs" / "DeepSeek-V2-Lite")
     cut, spread = (model.shape_on(4, ep=ep) for ep in (False, True))
-    assert cut.experts == ExpertShape(64, 6, 352)  # type: ignore[union-attr]
-    assert spread.experts == ExpertShape(16, 6, 1408)  # type: ignore[union-attr]
+    assert cut.experts == ExpertShape(64, 6, 352)
+    assert spread.experts == ExpertShape(16, 6, 1408)
     assert weight_sizes(model, 4, ep=True).rank_bytes == weight_sizes(model, 4).rank_bytes
 
 

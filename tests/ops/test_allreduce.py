@@ -90,7 +90,7 @@ def test_what_fails_on_one_rank_is_used_by_none(
 
         return call
 
-    fast = Fast(0, 2, None, None, torch.zeros(1))  # type: ignore[arg-type]
+    fast = Fast(0, 2, None, None, torch.zeros(1))
     for name, result in (("_peers_missing", ""), ("_open", fast), ("_trial", "")):
         monkeypatch.setattr(allreduce, name, stand_in(result, name))
     found, warnings = started(caplog)
@@ -112,7 +112,7 @@ def test_the_trial(wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
     monkeypatch.setattr(allreduce, "_peers_missing", lambda *_: "")
     monkeypatch.setattr(allreduce, "STAGING", 64 * KIB)
-    monkeypatch.setattr(allreduce, "_open", lambda comm, rank, *_: Fast(rank, 2, None, None, comm))  # type: ignore[arg-type]
+    monkeypatch.setattr(allreduce, "_open", lambda comm, rank, *_: Fast(rank, 2, None, None, comm))
     monkeypatch.setattr(allreduce, "fast_sum", summed)
     found, warnings = started(caplog)
     assert [fast is None for fast in found] == [wrong, wrong]

@@ -62,7 +62,7 @@ def test_tokens_are_those_of_one_rank(size: int, rows: list[Any]) -> None:
     some of which may have nothing but padding.
     """
     logits = torch.tensor([row[0] for row in rows], dtype=torch.float32)
-    s = columns(*([row[i] for row in rows] for i in (1, 2, 3)))  # type: ignore[arg-type]
+    s = columns(*([row[i] for row in rows] for i in (1, 2, 3)))
     tokens, ok = sample(logits, s)
     for got in of_ranks(size, logits, s):
         assert got[1].tolist() == ok.to(torch.int64).tolist()

@@ -141,7 +141,7 @@ def test_models_without_a_program_are_refused(
     group = SimpleNamespace(size=ranks)
     kernel = persistent.RowKernel(132, 1, 0, {})
     with pytest.raises(InvalidSetting, match=f"ops: persistent: {message}"):
-        kernel(w, heads, [None, windows], 1e-6, 1.0, group, (), None)  # type: ignore[arg-type]
+        kernel(w, heads, [None, windows], 1e-6, 1.0, group, (), None)
 
 
 def test_models_with_a_program() -> None:

@@ -41,7 +41,7 @@ def column(state: EngineState, name: str, row: int, value: int) -> EngineState:
 def record(state: EngineState, row: int, **changes: object) -> EngineState:
     """*state* with another record in one row."""
     rows = list(state.rows)
-    rows[row] = evolve(rows[row], **changes)  # type: ignore[type-var]
+    rows[row] = evolve(rows[row], **changes)
     return evolve(state, rows=tuple(rows))
 
 

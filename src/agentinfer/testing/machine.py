@@ -63,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive_and_step(self, data: st.DataObject) -> None:
         """A request while the others go on."""
-        self.arrive(data, 1)  # type: ignore[call-arg]
+        self.arrive(data, 1)
         self._do(self.drive.step)
 
     @rule(data=st.data(), times=st.integers(1, 6), fault=st.sampled_from((None, None, None, "launch", "land", "bad")))
