@@ -696,8 +696,8 @@ _TIME = (
         name="log_shared_with_a_branch",
         kind="impurity (writes into an old column)",
         file="log.py",
-        old="items = self._items if len(self._items) == self._size else self._items[: self._size]\n        items.a",
-        new="items = self._items\n        items.a",
+        old="items = self._items if len(self._items) == self._size else self._items[: self._size]",
+        new="items = self._items",
         breaks="two arrivals after the same state: the second history sees the first one's request, and loses its own",
     ),
     Fault(

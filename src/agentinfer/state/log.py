@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from attrs import frozen
@@ -30,13 +30,9 @@ class Log(Generic[T]):
 
     def append(self, item: T) -> Log[T]:
         """This log and one more item."""
-        items = self._items if len(self._items) == self._size else self._items[: self._size]
-        items.append(item)
-        new: Log[T] = object.__new__(type(self))
-        new._items, new._size = items, self._size + 1
-        return new
+        return self.extend((item,))
 
-    def extend(self, more: list[T]) -> Log[T]:
+    def extend(self, more: Sequence[T]) -> Log[T]:
         """This log and *more* items."""
         items = self._items if len(self._items) == self._size else self._items[: self._size]
         items.extend(more)
