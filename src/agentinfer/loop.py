@@ -412,8 +412,9 @@ def _news(
             found.append((seq, done.output[tale.told :], done.logprobs and done.logprobs[tale.told :], done))
         elif tokens := _tokens_since(engine.world.state, seq, tale.prompt + tale.told):
             said = engine.said.get(seq)
-            asked = said is not None and len(said.output) > 0  # of its tokens, not of its prompt alone
-            news = tuple(said.output.between(tale.told, tale.told + len(tokens))) if said and asked else None
+            news = None
+            if said is not None and len(said.output):  # of its tokens, not of its prompt alone
+                news = tuple(said.output.between(tale.told, tale.told + len(tokens)))
             found.append((seq, tokens, news, None))
     return found
 

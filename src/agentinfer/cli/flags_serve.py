@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from agentinfer.cli.values import integer, number, span
 
@@ -53,6 +54,11 @@ def _address(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _seconds(group: Any, name: str, default: float, words: str, *, zero: bool = False) -> None:
+    """A time that is more than 0, or not less where *zero*."""
+    group.add_argument(name, metavar="S", type=number(0, 1e9, above=not zero), default=default, help=words)
+
+
 def _limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits of one request")
     group.add_argument("--max-output-tokens", metavar="N", type=integer(1), help="default: to the end of max-model-len")
@@ -66,27 +72,11 @@ def _limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-stop", metavar="N", type=integer(0), default=16, help="stop strings (default: %(default)s)"
     )
-    group.add_argument(
-        "--request-timeout",
-        metavar="S",
-        type=number(0, 1e9, above=True),
-        default=3600.0,
-        help="seconds from the end of a request to the end of its answer (default: 3600)",
+    _seconds(
+        group, "--request-timeout", 3600.0, "seconds from the end of a request to the end of its answer (default: 3600)"
     )
-    group.add_argument(
-        "--header-timeout",
-        metavar="S",
-        type=number(0, 1e9, above=True),
-        default=10.0,
-        help="seconds for the head of a request to come (default: 10)",
-    )
-    group.add_argument(
-        "--body-timeout",
-        metavar="S",
-        type=number(0, 1e9, above=True),
-        default=30.0,
-        help="seconds for its body (default: 30)",
-    )
+    _seconds(group, "--header-timeout", 10.0, "seconds for the head of a request to come (default: 10)")
+    _seconds(group, "--body-timeout", 30.0, "seconds for its body (default: 30)")
 
 
 def _life(parser: argparse.ArgumentParser) -> None:
@@ -100,19 +90,13 @@ def _life(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-queued-tokens", metavar="N", type=integer(1), help="of these together (default: 4 times what KV holds)"
     )
-    group.add_argument(
-        "--idle-timeout",
-        metavar="S",
-        type=number(0, 1e9, above=True),
-        default=75.0,
-        help="seconds that a connection may be kept without a request (default: 75)",
-    )
-    group.add_argument(
+    _seconds(group, "--idle-timeout", 75.0, "seconds that a connection may be kept without a request (default: 75)")
+    _seconds(
+        group,
         "--shutdown-timeout",
-        metavar="S",
-        type=number(0, 1e9),
-        default=30.0,
-        help="seconds for those to finish that have begun when SIGTERM comes (default: 30)",
+        30.0,
+        "seconds for those to finish that have begun when SIGTERM comes (default: 30)",
+        zero=True,
     )
 
 
