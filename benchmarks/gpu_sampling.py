@@ -63,9 +63,14 @@ def params(case: str, i: int, vocab: int) -> SamplingParams:
 CASES = ("greedy", "plain", "filters", "edits", "mixed")
 
 
+def limits_of(rows: int, vocab: int) -> Limits:
+    """Of an engine that holds *rows* and no more."""
+    return Limits(16, 80 * rows, rows, 64 * rows, 1024, vocab)
+
+
 def decode_plan(case: str, rows: int, vocab: int) -> Plan:
     """A step of *rows* in decode, told as to a new device."""
-    state = initial(Limits(16, 80 * rows, rows, 64 * rows, 1024, vocab))
+    state = initial(limits_of(rows, vocab))
     for i in range(rows):
         state, _ = arrive(state, Request(tuple((31 * i + j) % vocab for j in range(32)), params(case, i, vocab)))
     for _ in range(3):
@@ -107,7 +112,7 @@ def after_logits(ops: Ops, case: str, raw: torch.Tensor, steps: int) -> dict[str
     tables = tell(no_tables(vocab, device), plan.told)
     logits, chosen = raw.clone(), torch.zeros((2, rows), dtype=torch.int64, device=device)
     unused: Any = None
-    m = Machine(unused, unused, ops, alone(device), unused, unused, overlap=True)
+    m = Machine(unused, unused, ops, alone(device), limits_of(rows, vocab), unused, overlap=True)
     last = torch.zeros(rows + 1, dtype=torch.int64, device=device)
     choose, places = chooser(ops, logits, plan, chosen), np.arange(rows, dtype=np.int32)
     on_device, on_host = list[float](), list[float]()
