@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
         return made[shape, dtype]
 
     return folder
+
+
+@contextmanager
+def _never_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the mode itself, that it sees not every wait
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def never_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which torch raises where it would wait for the device."""
+    return _never_waiting

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from agentinfer.state.request import Request, SamplingParams
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = list(draws.CASES)
 Folder = Callable[[str, str], Path]
+Context = Callable[[], AbstractContextManager[None]]
 
 
 def logits_of(name: str, count: int) -> Tensor:
@@ -111,7 +112,7 @@ def test_edits_in_graphs_and_without_are_the_same(tiny_folder: Folder, *, overla
         assert alone.output_ids == together[i]
 
 
-def test_edits_on_the_device_wait_for_nothing(tiny_folder: Folder) -> None:
+def test_edits_on_the_device_wait_for_nothing(tiny_folder: Folder, never_waiting: Context) -> None:
     """No synchronizing call of torch in 100 steps of rows with bias, penalties, allowed ids and a bad word."""
     engine = opened(tiny_folder("qwen3", "float32"))
     asked = [*ASKED[:4], {"allowed_token_ids": list(range(50)), "bad_words": [[8]], "top_k": 20}]
@@ -121,15 +122,11 @@ def test_edits_on_the_device_wait_for_nothing(tiny_folder: Folder) -> None:
     for _ in range(30):
         engine.step()
     world = engine.world
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the mode itself, that it sees not every wait
-            torch.cuda.set_sync_debug_mode("error")
+    with never_waiting():
         for _ in range(100):
             world, output = advance(engine.machine, world)
             assert output is not None
             assert len(output.tokens) == 24
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_rows_that_ask_for_nothing_pay_nothing(tiny_folder: Folder) -> None:

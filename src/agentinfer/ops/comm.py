@@ -373,8 +373,8 @@ class Shared:
     pointers: Tensor
     """[ranks] int64: where each rank's lies, as this one's GPU sees it."""
     group: str
-    handle: Any
-    """Keeps the others' memory mapped."""
+    handle: tuple[Any, Any]
+    """Keep the others' memory mapped, and the group known by its name."""
 
 
 def share_memory(
@@ -386,16 +386,28 @@ def share_memory(
     environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1, as commands do. Raises what torch does where it can not.
     """
     symmetric = import_module("torch.distributed._symmetric_memory")
-    own = _torch_distributed().PrefixStore(f"{name}/memory", store)
-    symmetric._SymmetricMemory.set_group_info(name, rank, size, own)  # noqa: SLF001 - its public way wants a default group
+    group = name_group(store, name, rank, size)
     lent: list[Shared] = []
     for count in counts:
         memory = symmetric.empty(count, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, name)
+        handle = symmetric._SymmetricMemory.rendezvous(memory, name)  # noqa: SLF001
         memory.zero_()
         pointers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-        lent.append(Shared(memory, pointers, name, handle))
+        lent.append(Shared(memory, pointers, name, (handle, group)))
     return lent
+
+
+def name_group(store: Any, name: str, rank: int, size: int) -> Any:
+    """A group that torch's C++ finds by *name* for as long as it is held; symmetric memory meets over its store. The
+    public ways, to this and to a rendezvous, want a default group.
+    """
+    distributed, c10d = _torch_distributed(), import_module("torch._C._distributed_c10d")
+    own = distributed.PrefixStore(f"{name}/memory", store)
+    group = distributed.ProcessGroup(own, rank, size)
+    group._set_group_name(name)  # noqa: SLF001
+    c10d._register_process_group(name, group)  # noqa: SLF001
+    c10d._SymmetricMemory.set_group_info(name, rank, size, own)  # noqa: SLF001
+    return group
 
 
 @frozen(eq=False)
