@@ -429,6 +429,7 @@ def test_metrics_count(server: Server) -> None:
         ("vllm:request_success_total", 'finished_reason="length"', 1),
         ("vllm:time_to_first_token_seconds_count", "", 1),
         ("vllm:inter_token_latency_seconds_count", "", 4),
+        ("vllm:request_queue_time_seconds_count", "", 1),
         ("vllm:e2e_request_latency_seconds_count", "", 1),
         ("vllm:request_generation_tokens_sum", "", 5),
     ):

@@ -111,6 +111,29 @@ def test_a_slow_reader_finds_all_in_one_piece() -> None:
     asyncio.run(run())
 
 
+def test_a_request_says_farewell_once() -> None:
+    """When it leaves it knows when its sequences began, and how the engine ended those that it did."""
+
+    async def run() -> None:
+        engine, gone = Engine(), list[Any]()
+        ticket = await engine.submit(items(2))
+        ticket.farewell = gone.append
+        end = Ended(ticket.id, 1, (2,), 0, "length", "", 3, queued_s=0.25)
+        hear(engine.desk, [turned([ticket.id] * 2, [0, 1], [17, 20]), end])
+        hear(engine.desk, [turned([ticket.id], [0], [18])])
+        assert not gone
+        leave(engine.desk, ticket)
+        leave(engine.desk, ticket)
+        assert gone == [ticket]
+        begun, ended = ticket.courses
+        assert begun.first_s is not None
+        assert ticket.arrived_s < begun.first_s < (begun.last_s or 0)
+        assert (begun.ended, ended.ended) == (None, end)
+        assert engine.desk.metrics.queued_s.sum == 0.25
+
+    asyncio.run(run())
+
+
 def test_silence_counts_only_while_something_is_asked() -> None:
     """An engine with nothing to do, or that was told to rest, is not silent."""
 

@@ -184,6 +184,20 @@ def test_it_rests_while_paused(folder: Path) -> None:
     assert free(engine)
 
 
+def test_an_end_says_how_long_it_was_queued(folder: Path) -> None:
+    """From its arrival to its first step: nothing for who finds room, the time of others for who does not."""
+    engine = slowed(open_engine(folder, small(max_num_seqs=1)), 0.01)
+    with driven(engine) as line:
+        line.send(asked(1, [5]), asked(2, [6]), asked(3, [7], params=LONG))
+        first, second = line.ended(1)[0].queued_s, line.ended(2)[0].queued_s
+        assert 0 <= first < second
+        assert 0.05 < second < 5
+        line.send(asked(4, [8]), Drop(4, "never in a step"))
+        assert 0 <= line.ended(4)[0].queued_s < 5
+        line.send(Drop(3, "test"))
+        assert line.ended(3)[0].queued_s > second
+
+
 def test_a_step_that_raises_fails_its_requests_alone(folder: Path) -> None:
     """The requests of a step that raises end with the error, and the next ones are served."""
     engine, calls = open_engine(folder, small()), []

@@ -68,11 +68,15 @@ class Course:
     item: Item
     count: int = 0
     """Tokens so far."""
+    first_s: float | None = None
+    """When the first one came; None: none did."""
     last_s: float | None = None
-    """When the last one came; None: none did."""
+    """When the last one came."""
     queued: int = 0
     """Tokens that it counts for in the queue, until its first one comes."""
     over: bool = False
+    ended: Ended | None = None
+    """How the engine ended it; None: it did not, or nobody listened any more."""
 
 
 @define(eq=False)
@@ -89,6 +93,8 @@ class Ticket:
     """By the index of the sequence: a reader that is slow finds several tokens in one piece."""
     arrival: asyncio.Event = field(factory=asyncio.Event)
     """There is mail, or the engine has died."""
+    farewell: Callable[[Ticket], None] | None = None
+    """Called once when the request leaves."""
 
 
 @define(eq=False)
@@ -201,6 +207,8 @@ def leave(desk: Desk, ticket: Ticket, reason: str = "the client has gone") -> No
     for course in left:
         _over(desk, ticket, course, "abort", 0)
     desk.departure.set()
+    if ticket.farewell is not None:
+        ticket.farewell(ticket)
 
 
 async def emptied(desk: Desk) -> None:
@@ -312,7 +320,8 @@ def _grown(
     mail.tokens += tokens
     mail.logprobs += logprobs
     if ended is not None:
-        mail.ended = ended
+        mail.ended = course.ended = ended
+        observe(desk.metrics.queued_s, ended.queued_s)
         _over(desk, ticket, course, ended.reason, ended.cached)
     ticket.arrival.set()
 
@@ -325,6 +334,7 @@ def _over(desk: Desk, ticket: Ticket, course: Course, reason: str, cached: int) 
 
 def _time(metrics: Metrics, ticket: Ticket, course: Course, now: float) -> None:
     if course.last_s is None:
+        course.first_s = now
         observe(metrics.first_s, now - ticket.arrived_s)
     else:
         observe(metrics.between_s, now - course.last_s)

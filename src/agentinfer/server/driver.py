@@ -70,6 +70,10 @@ class Driver:
     requests: dict[int, Request] = field(factory=dict[int, Request])
     told: dict[int, int] = field(factory=dict[int, int])
     """Tokens of each sequence that were told."""
+    entered: dict[int, float] = field(factory=dict[int, float])
+    """When each sequence came that has not been in a step yet: time.monotonic."""
+    queued_s: dict[int, float] = field(factory=dict[int, float])
+    """How long each of the others waited for its first step."""
     judged: dict[int, list[TokenLogprobs | None]] = field(factory=dict[int, "list[TokenLogprobs | None]"])
     """What is known of prompts that are not yet computed to their end."""
     paused: bool = False
@@ -183,10 +187,11 @@ def _submit(driver: Driver, asked: Submit) -> None:
             driver.tell([Refused(asked.id, index, error.field, str(error))])
             return
     driver.tell([Accepted(asked.id)])
-    index = 0
+    index, now = 0, time.monotonic()
     for request in requests:
         for seq in sequences(driver.engine.add(request), request):
             driver.places[seq], driver.requests[seq], driver.told[seq] = Place(asked.id, index), request, 0
+            driver.entered[seq] = now
             if request.params.prompt_logprobs is not None and len(request.prompt) == 1:
                 driver.tell([Judged(asked.id, index, [None])])  # nothing is before its only token
             index += 1
@@ -201,6 +206,9 @@ def _turn(driver: Driver) -> None:
     plan, num_positions, num_preempted = engine.world.state.last, 0, 0
     if plan is not None and plan.step > driver.planned:
         driver.planned, num_positions, num_preempted = plan.step, len(plan.slots), len(plan.preempted)
+        if driver.entered:
+            for seq in driver.entered.keys() & plan.seqs.tolist():
+                driver.queued_s[seq] = began - driver.entered.pop(seq)
     state = engine.world.state
     finished = () if output is None else output.finished
     turned = Turned(
@@ -283,7 +291,9 @@ def _end(
 ) -> Ended:
     del driver.places[seq], driver.told[seq], driver.requests[seq]
     driver.judged.pop(seq, None)
-    return Ended(place.id, place.index, tokens, hidden, reason, detail, cached, logprobs)
+    now = time.monotonic()
+    queued_s = driver.queued_s.pop(seq, None) or now - driver.entered.pop(seq, now)
+    return Ended(place.id, place.index, tokens, hidden, reason, detail, cached, logprobs, queued_s)
 
 
 def _counting(driver: Driver, before: Note, event: Event, state: EngineState) -> None:

@@ -116,6 +116,8 @@ class Ended(Struct, frozen=True, tag=True):
     """Prompt tokens whose KV was found instead of computed."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One of each of `tokens`; None: not asked for."""
+    queued_s: float = 0.0
+    """From its arrival to its first step."""
 
 
 class Seen(Struct, frozen=True, tag=True):

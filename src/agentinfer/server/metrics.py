@@ -70,6 +70,7 @@ class Metrics:
     """Sequences by the reason of their end."""
     refused: dict[str, int] = field(factory=dict[str, int])
     """Requests that got another answer than theirs, by HTTP status."""
+    queued_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
     first_s: Histogram = field(factory=lambda: Histogram(_FIRST_S))
     between_s: Histogram = field(factory=lambda: Histogram(_BETWEEN_S))
     whole_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
@@ -171,6 +172,7 @@ class _Families(Collector):
         yield _by("agentinfer:http_errors", "Answers that are errors.", "status", m.refused, labels)
         yield _gauge("agentinfer:tokens_per_second", "Positions a busy second.", tokens_per_s(m), labels)
         for name, says, histogram in (
+            ("vllm:request_queue_time_seconds", "From a request to its first step.", m.queued_s),
             ("vllm:time_to_first_token_seconds", "From a request to its first token.", m.first_s),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", m.between_s),
             ("vllm:e2e_request_latency_seconds", "From a request to its end.", m.whole_s),
