@@ -70,7 +70,7 @@ def ours(fast: Fast, x: Tensor) -> dict[str, Callable[[int], Any]]:
         "two-shot in place": lambda _: torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", fast.staging.group),
     }
     size = x.numel() * x.itemsize
-    if size <= all_reduce.PIECE * all_reduce.PIECES:
+    if size <= all_reduce.MOST:
         ways["push"] = lambda _: all_reduce.all_reduce(x, fast.lent.pointers, fast.counters, fast.rank)
     if size <= max(STAGING, push_most(fast.size)):
         ways["chosen"] = lambda _: fast_sum(fast, x)
@@ -88,6 +88,7 @@ def sums(seconds: float) -> dict[str, Any]:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()  # closes its pipe
     return {name: max(found[name] for found in each) if " " in name else value for name, value in each[0].items()}
 
 

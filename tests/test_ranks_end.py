@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,10 +80,15 @@ def stat(pid: int) -> str:
 
 @contextmanager
 def no_child_left() -> Iterator[None]:
+    """No process is left, and nothing that this one had opened: no pipe, no connection."""
     before = children(os.getpid())
-    yield
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        yield
+        gc.collect()
     left = children(os.getpid()) - before
     assert not left, left
+    assert [str(one.message) for one in said if one.category is ResourceWarning] == []
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, kind: str, rank: int, step: int) -> None:
@@ -130,6 +137,31 @@ def test_a_rank_that_dies_or_raises_ends_all(
         at_work(folder, 2, lambda: times.append(time.monotonic()))
     assert len(times) == (step >= 0)
     assert all(time.monotonic() - begun < SOON_S for begun in times)
+
+
+def test_an_error_of_the_block_ends_all(folder: Path) -> None:
+    """What the block raises comes through, and nothing is left open."""
+    with no_child_left(), pytest.raises(ZeroDivisionError), open_ranks(folder, SETTINGS, 2):
+        raise ZeroDivisionError
+
+
+class EndedSoon(subprocess.Popen[bytes]):
+    """A process that has ended before anything can be written to it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        super().wait(20)
+
+
+@pytest.mark.parametrize("popen", [subprocess.Popen, EndedSoon])
+def test_a_child_that_can_not_even_start_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, popen: type[subprocess.Popen[bytes]]
+) -> None:
+    """Its end is said, whether it came before or after its job was written to it."""
+    monkeypatch.setattr(ranks, "_CHILD", "import os; os._exit(7)")
+    monkeypatch.setattr(ranks.subprocess, "Popen", popen)
+    with no_child_left(), pytest.raises(RankLost, match=r"rank 1 \(process \d+\) ended with status 7"):
+        at_work(folder, 2)
 
 
 @pytest.mark.parametrize("kind", ["sleep", pytest.param("stop", marks=pytest.mark.slow)])

@@ -8,6 +8,7 @@ and step. Sampled tokens never travel here: rank 0's are broadcast by the step i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -20,7 +21,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from agentinfer.state.speculate import speculate
 from agentinfer.state.trace import decode_event, encode_event
 from agentinfer.steps import Device, Flight, Machine, finish, launch
 from agentinfer.text import eos_union, load_text
+
+_log = logging.getLogger(__name__)
 
 Turn = Mapping[str, Any]
 """What rank 0 tells once a step: {"events": [..]}, the last of which is the step; or {"end": digest of its state}."""
@@ -206,14 +209,14 @@ def open_ranks(
         lifeline = accept(listener, key, pulse, tp, START_S, children.gone)
         lifeline.died, lifeline.leave = children.fate, leave
         stack.enter_context(_held(lifeline))
-        with _threads(settings, tp):
-            machine, device = _machine(folder, settings, eos, here, store, lifeline)
+        with _threads(settings, tp), _joined(settings, here, store, lifeline) as shared:
+            engine = start(*build(folder, settings, eos, ranks=shared), text)
             pulse.deadline_s = step_timeout_s
-            engine = start(machine, device, text)
             engine.lead = lead = Lead(lifeline.tell, pulse)
             yield engine
-        lifeline.check()
-        lead.tell({"end": digest(engine.world.state), "events": lead.waiting})
+            lifeline.check()
+            lead.tell({"end": digest(engine.world.state), "events": lead.waiting})
+            engine.machine = attrs.evolve(engine.machine, replay=None)  # NCCL's end waits for graphs of its kernels
         lifeline.await_goodbyes(_END_S)
 
 
@@ -225,10 +228,11 @@ def follow_rank(folder: Path, settings: Settings, eos: tuple[int, ...], place: P
     lifeline = dial(met["host"], met["port"], met["key"], place.rank, place.size, pulse)
     lifeline.died = lambda _rank: "rank 0 died"
     lifeline.leave = lambda _cause: _leave(1)
-    with _held(lifeline), _threads(settings, place.size):
-        machine, device = _machine(folder, settings, eos, place, store, lifeline)
+    with _held(lifeline), _threads(settings, place.size), _joined(settings, place, store, lifeline) as shared:
+        machine, device = build(folder, settings, eos, ranks=shared)
         pulse.deadline_s = step_timeout_s
         follow(machine, device, lifeline.told(), pulse)
+        del machine  # and its graphs, for which NCCL's end would wait
 
 
 def check_device(settings: Settings, tp: int) -> None:
@@ -240,10 +244,11 @@ def check_device(settings: Settings, tp: int) -> None:
         raise InvalidSetting("tp", f"{tp} ranks, but this machine has {torch.cuda.device_count()} CUDA devices")
 
 
-def _machine(
-    folder: Path, settings: Settings, eos: tuple[int, ...], place: Place, store: Any, lifeline: Lifeline
-) -> tuple[Machine, Device]:
-    """This rank's part of the model, once all have joined."""
+@contextmanager
+def _joined(settings: Settings, place: Place, store: Any, lifeline: Lifeline) -> Generator[Ranks]:
+    """All ranks, once they have joined. They part at the end of the block, unless it raises: then the lifeline has them
+    give up.
+    """
     device = device_of(settings.device)
     if device.type == "cuda":
         device = torch.device("cuda", place.local_rank)
@@ -255,7 +260,9 @@ def _machine(
 
         fast = start_fast(comm, place.rank, store, f"{place.run}/fast", device)
         comm.fast = None if fast is None else partial(fast_sum, fast)
-    return build(folder, settings, eos, ranks=Ranks(comm.group(place.rank), ep=settings.ep, device=device))
+    yield Ranks(comm.group(place.rank), ep=settings.ep, device=device)
+    if why := comm.close(_END_S):
+        _log.warning("the group of rank %d was not shut down: %s", place.rank, why)
 
 
 @contextmanager
@@ -309,8 +316,9 @@ class _Children:
             process = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=2)  # noqa: S603
             self.running[place.rank] = process
             if process.stdin is not None:
-                process.stdin.write(json.dumps({**job, "place": attrs.asdict(place)}).encode() + b"\n")
-                process.stdin.flush()  # and stays open: its end is the end of this process
+                with suppress(BrokenPipeError):  # it has ended already: `gone` says so
+                    process.stdin.write(json.dumps({**job, "place": attrs.asdict(place)}).encode() + b"\n")
+                    process.stdin.flush()  # and stays open: its end is the end of this process
 
     def gone(self) -> str:
         """Who has ended already, in words; empty: nobody."""
@@ -338,7 +346,8 @@ class _Children:
                 process.kill()
                 process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):  # of a job that was never read
+                    process.stdin.close()
 
 
 def child() -> None:

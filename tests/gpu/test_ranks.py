@@ -28,6 +28,7 @@ PROMPTS = [[(7 * i + j) % 90 for j in range(3 + 11 * i)] for i in range(9)]
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4,
     "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def test_sums_between_gpus() -> None:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()  # reads and closes its pipe, whichever of them failed
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "groups of 4, untied"])

@@ -213,3 +213,56 @@ def test_an_event_is_waited_for_as_a_collective_is() -> None:
     with pytest.raises(RankLost, match="rank 1 died"):
         Watched(Coming(None, pulse), pulse).synchronize()
     assert pulse.since is None
+
+
+class _Group:
+    """A process group whose end takes as long as the test lets it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.go, self.called, self.error = threading.Event(), list[str](), error
+
+    def _end(self, how: str) -> None:
+        self.called.append(how)
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def shutdown(self) -> None:
+        self._end("shutdown")
+
+    def abort(self) -> None:
+        self._end("abort")
+
+
+def test_a_group_of_gpus_is_shut_down_with_a_deadline() -> None:
+    """At a normal end it is shut down, and what went wrong is said; one that hangs is not waited for."""
+    group = _Group()
+    comm = Processes(group, 2, Pulse(), on_host=False)
+    assert comm.close(0.05) == "it did not end within 0.05 s"
+    group.go.set()
+    assert comm.close(30.0) == ""
+    group.error = RuntimeError("remote process exited")
+    assert comm.close(30.0) == "remote process exited"
+    assert group.called == ["shutdown"] * 3
+
+
+def test_to_abandon_a_group_waits_for_nothing() -> None:
+    """An abort that hangs keeps nobody; what it raises is not said: the group is lost anyway."""
+    group = _Group(RuntimeError("aborted"))
+    begin = time.monotonic()
+    Processes(group, 2, Pulse(), on_host=False).abandon()
+    assert time.monotonic() - begin < 5.0
+    group.go.set()
+    until = time.monotonic() + 30
+    while not group.called and time.monotonic() < until:
+        time.sleep(0.01)
+    assert group.called == ["abort"]
+
+
+def test_a_group_of_hosts_has_no_end_of_its_own() -> None:
+    """Over gloo nothing is shut down and nothing aborted."""
+    group = _Group()
+    comm = Processes(group, 2, Pulse(), on_host=True)
+    comm.abandon()
+    assert comm.close(0.0) == ""
+    assert group.called == []

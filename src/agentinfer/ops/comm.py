@@ -289,9 +289,20 @@ class Processes:
         return Watched(event, self.pulse)
 
     def abandon(self) -> None:
-        """Let no kernel of NCCL wait any longer. For the thread that watches; what was in the collectives is lost."""
+        """Let no kernel of NCCL wait any longer; what was in the collectives is lost. Waits for nothing itself: an
+        abort of NCCL can take long, if graphs hold its kernels.
+        """
         if not self._on_host:
-            self._group.abort()
+            _beside(self._group.abort)
+
+    def close(self, within_s: float) -> str:
+        """End the group, which all ranks do together, once nothing is in its collectives and no graph holds them. NCCL
+        waits for both, and for the others; this rank does not wait for ever. What went wrong; empty: nothing.
+        """
+        if self._on_host:
+            return ""
+        ended, errors = _beside(self._group.shutdown)
+        return "".join(map(str, errors)) if ended.wait(within_s) else f"it did not end within {within_s:g} s"
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         if self.pulse.lost:
@@ -326,6 +337,21 @@ class Processes:
         while not self.pulse.lost and time.monotonic() < until:
             time.sleep(0.01)
         return self.pulse.lost or f"collective {self.pulse.calls} of {self.size} ranks failed: {error}"
+
+
+def _beside(work: Callable[[], object]) -> tuple[threading.Event, list[Exception]]:
+    """Have a thread of its own do *work*: what is set when it is done, and what it raised."""
+    ended, errors = threading.Event(), list[Exception]()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - for who asks; a group that is being given up is lost anyway
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="agentinfer-end", daemon=True).start()
+    return ended, errors
 
 
 def _torch_distributed() -> Any:
