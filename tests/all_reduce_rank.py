@@ -36,7 +36,7 @@ def parts(shape: tuple[int, ...], dtype: torch.dtype, fast: Fast, seed: int) -> 
 def sums(fast: Fast) -> None:
     """Of all sizes up to the largest of each way, called one after the other without waiting, are float32's."""
     most = push_most(fast.size)
-    sizes = [16, 8 << 10, 64 << 10, most - 16, most, most + 16, 4 << 20, STAGING - 16, STAGING]
+    sizes = [16, 8 << 10, 512 << 10, (512 << 10) + 16, 1 << 20, most - 16, most, most + 16, STAGING - 16, STAGING]
     found: list[tuple[Tensor, Tensor]] = []
     for i, count in enumerate(sizes * 3):
         for dtype in DTYPES:
@@ -61,24 +61,28 @@ def same_bits(comm: Processes, fast: Fast) -> None:
 def in_graphs(fast: Fast, replays: int = 2000) -> None:
     """Replayed many times, with eager sums in between, sums stay those of what is in the input at the time."""
     x = torch.zeros(64, 4096, dtype=torch.bfloat16, device=fast.counters.device)
-    large = torch.zeros(512, 4096, dtype=torch.bfloat16, device=x.device)
+    large = torch.zeros(768, 4096, dtype=torch.bfloat16, device=x.device)
     graph = torch.cuda.CUDAGraph()
-    for warm in (x, large):
+    middle = torch.zeros(256, 4096, dtype=torch.bfloat16, device=x.device)
+    for warm in (x, middle, large):
         fast_sum(fast, warm)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         y = x
         for _ in range(5):
             y = fast_sum(fast, y)
-        z = fast_sum(fast, large)
+        z, w = fast_sum(fast, large), fast_sum(fast, middle)
     assert z is not None
+    assert w is not None
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(replays):
         x.fill_(i % 7 + fast.rank)
         large.fill_(i % 5 - fast.rank)
+        middle.fill_(i % 3 + fast.rank)
         graph.replay()
         ranks = sum(range(fast.size))
         wrong += (y != (fast.size * (i % 7) + ranks) * fast.size**4).sum() + (z != fast.size * (i % 5) - ranks).sum()
+        wrong += (w != fast.size * (i % 3) + ranks).sum()
         if i % 100 == 0:
             fast_sum(fast, x[:1].contiguous())
     assert int(wrong) == 0

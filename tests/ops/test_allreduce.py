@@ -31,7 +31,7 @@ def test_paths(size: int, dtype: torch.dtype) -> None:
 
     staged = "plain" if dtype == torch.float16 else "two_shot"
     most = push_most(size)
-    assert 8 * KIB < most <= push.PIECE * push.PIECES
+    assert 8 * KIB < most <= push.MOST < STAGING
     assert [path(n) for n in (0, 16, 8 * KIB, most, most + 16)] == ["plain", "push", "push", "push", staged]
     assert [path(n) for n in (STAGING - 16, STAGING, STAGING + 16)] == [staged, staged, "plain"]
     assert [path(n * dtype.itemsize) for n in (1, 9)] == ["plain", "plain"]

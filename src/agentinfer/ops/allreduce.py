@@ -50,14 +50,14 @@ class Fast:
     """Memory that the others write."""
     staging: Shared
     counters: Tensor
-    """[PIECES] int32: calls of each program of our kernel."""
+    """[RANGES, PIECES] int32: calls of each program of our kernel."""
 
 
 def push_most(size: int) -> int:
-    """Bytes of the largest message that *size* ranks write to each other: everybody's to everybody. A rule, not
-    measured yet: with more ranks a two-shot sum, which moves less, pays earlier.
+    """Bytes of the largest message that *size* ranks write to each other: everybody's to everybody. A rule, measured
+    for two: with more ranks a two-shot sum, which moves less, pays earlier.
     """
-    return push.PIECE * push.PIECES // max(1, size * (size - 1) // 2) // 16 * 16
+    return push.MOST // max(1, size * (size - 1) // 2) // 16 * 16
 
 
 def fits_peer_buffer(x: Tensor, buffer_bytes: int, dtypes: Collection[torch.dtype]) -> bool:
@@ -147,7 +147,7 @@ def _peers_missing(comm: Processes, rank: int, device: torch.device) -> str:
 def _open(comm: Processes, rank: int, store: object, name: str, device: torch.device) -> Fast:
     counts = (push.buffer_bytes(comm.size), STAGING)
     lent, staging = share_memory(store, name, rank, comm.size, counts, device)
-    counters = torch.zeros(push.PIECES, dtype=torch.int32, device=device)
+    counters = torch.zeros(len(push.RANGES), push.PIECES, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     return Fast(rank, comm.size, lent, staging, counters)
 
@@ -156,9 +156,9 @@ def _trial(fast: Fast, comm: Processes, device: torch.device) -> str:
     """What is wrong with sums of all sizes, compared with NCCL's; empty: nothing. Numbers are small and whole, so sums
     are exact.
     """
-    most = push_most(fast.size)
+    most, small = push_most(fast.size), push.PIECES * push.RANGES[0]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for size in (16, 8 << 10, most, 16, most, 8 << 10, most + 16, 4 << 20, STAGING):
+    for size in (16, 8 << 10, min(small, most), most, 16, most, 8 << 10, most + 16, STAGING):
         for dtype in _STAGED:
             x = torch.arange(size // dtype.itemsize, device=device) % 15 + fast.rank
             got = fast_sum(fast, x.to(dtype), patience=_PATIENCE)

@@ -17,9 +17,11 @@ class Peers:
         self.size = size
         self.buffers = [torch.full((kernel.buffer_bytes(size),), 0x7F, dtype=torch.uint8) for _ in range(size)]
         for buffer in self.buffers:
-            buffer[: 4 * kernel.PIECES * size] = 0
+            for i in range(len(kernel.RANGES)):
+                at = kernel.buffer_bytes(size, i)
+                buffer[at : at + 4 * kernel.PIECES * size] = 0
         self.pointers = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
-        self.counters = [torch.zeros(kernel.PIECES, dtype=torch.int32) for _ in range(size)]
+        self.counters = [torch.zeros(len(kernel.RANGES), kernel.PIECES, dtype=torch.int32) for _ in range(size)]
 
     def sums(self, parts: list[Tensor]) -> list[Tensor]:
         """One call of all ranks."""
@@ -44,7 +46,30 @@ def test_sums(size: int, dtype: torch.dtype) -> None:
             want = want + part.float()
         for got in peers.sums(parts):
             assert torch.equal(got, want.to(dtype))
-    assert peers.counters[0][:4].tolist() == ([6, 3, 2, 1] if dtype == torch.float16 else [6, 4, 3, 2])[:4]
+    assert peers.counters[0][0, :4].tolist() == ([6, 3, 2, 1] if dtype == torch.float16 else [6, 4, 3, 2])
+
+
+def test_ranges_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small and large messages in turn: what is sent of one lies nowhere that another has still to add, and a rank may
+    be in the large one while another still adds the small one before it.
+    """
+    monkeypatch.setattr(kernel, "RANGES", (32, 128))
+    monkeypatch.setattr(kernel, "PIECES", 4)
+    peers = Peers(2)
+    for call in range(1, 5):
+        for numbers in (8, 32, 36, 128, 4, 100):
+            parts = [torch.full((numbers,), float(call + r)) for r in (0, 10)]
+            for got in peers.sums(parts):
+                assert torch.equal(got, torch.full((numbers,), 2.0 * call + 10))
+    assert peers.counters[0].tolist() == [[12, 4, 4, 4], [12, 12, 8, 8]]
+    small, large = torch.ones(32), torch.full((128,), 5.0)
+    for rank in range(2):
+        all_reduce(small, peers.pointers, peers.counters[rank], rank, add=False)
+    first = all_reduce(small, peers.pointers, peers.counters[0], 0, send=False, patience=1)
+    all_reduce(large, peers.pointers, peers.counters[0], 0, add=False)  # rank 0 has gone on
+    late = all_reduce(small, peers.pointers, peers.counters[1], 1, send=False, patience=1)
+    assert torch.equal(first, late)
+    assert torch.equal(late, torch.full((32,), 2.0))
 
 
 def test_who_is_a_call_ahead_does_not_disturb() -> None:

@@ -21,16 +21,16 @@ from agentinfer.ops.kernels import all_reduce
 
 MARKS = re.compile(r"(?:atom|ld\\.acquire|ld\\.global|st\\.global|bar)\\.[.a-z0-9]*")
 for dtype in ("bf16", "fp16", "fp32"):
-    for size in (2, 8):
+    for size, piece, warps in ((2, 2048, 4), (8, 2048, 4), (2, 16384, 8), (8, 16384, 8)):
         kernel = all_reduce._all_reduce
-        constants = dict(RANK=1, SIZE=size, PIECE=2048, PIECES=256, PATIENCE=0, SEND=True, ADD=True)
+        constants = dict(RANK=1, SIZE=size, PIECE=piece, PIECES=256, FROM=1 << 20, PATIENCE=0, SEND=True, ADD=True)
         types = dict(x="*" + dtype, out="*" + dtype, pointers="*i64", counters="*i32", UNITS="i32")
         places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
         aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
         import triton
         done = triton.compile(ASTSource(kernel, places, constants, aligned), target=GPUTarget("cuda", 90, 32),
-                              options=dict(num_warps=4))
-        print(json.dumps([size, MARKS.findall(done.asm["ptx"])]))
+                              options=dict(num_warps=warps))
+        print(json.dumps([size, piece // warps // 512, MARKS.findall(done.asm["ptx"])]))
 """
 
 
@@ -46,13 +46,14 @@ def test_it_compiles_for_hopper(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 6
-    for size, marks in lines:
+    assert len(lines) == 12
+    for size, words, marks in lines:
         released = [i for i, mark in enumerate(marks) if "sys.release" in mark]
         acquired = [i for i, mark in enumerate(marks) if "sys.acquire" in mark]
         sent = [i for i, mark in enumerate(marks[: released[0]]) if mark.startswith("st.global.v4")]
         read = [i for i, mark in enumerate(marks) if mark == "ld.global.cg.v4.b32"]
-        assert len(released) == len(sent) == len(read) == size - 1
+        assert len(released) == size - 1
+        assert len(sent) == len(read) == words * (size - 1)
         assert len(acquired) >= size - 1
         assert "bar.sync" in marks[sent[-1] : released[0]]
         assert "bar.sync" in marks[acquired[-1] : read[0]]

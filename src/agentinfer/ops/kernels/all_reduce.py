@@ -1,11 +1,13 @@
-"""The sum over ranks of a small message: each rank writes its part into every other's memory, and adds what came.
+"""The sum over ranks of a message: each rank writes its part into every other's memory, and adds what came.
 
 One trip over the links: data, then a flag that the data is there. Each program has a piece of the message, flags and
 places of its own, and counts its calls. Places alternate between two, so no barrier is needed at the end: a rank writes
 where it wrote two calls ago, and it has seen the flag of the call between, which another rank raises only once its
 kernel of the call before, the one that read, is over.
 
-Memory of a rank, that all others can write: flags [PIECES, ranks] int32, then [2, ranks, PIECES * PIECE] bytes.
+Messages of one range of sizes share pieces of one size, and have flags, places and counts of their own: else a piece
+could be written where another program, of a message cut otherwise, still reads. Memory of a rank, that all others can
+write, range by range: flags [PIECES, ranks] int32, then [2, ranks, PIECES * bytes of a piece].
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ from torch import Tensor
 
 from agentinfer.ops.kernels.launch import Direct
 
-PIECE = 2048
-"""Bytes a program."""
+RANGES = (2 << 10, 16 << 10)
+"""Bytes a program, of messages of each range: a larger piece has fewer flags, a smaller one more programs."""
 PIECES = 256
-"""Most programs: a message has at most PIECES * PIECE bytes."""
+"""Most programs."""
+MOST = PIECES * RANGES[-1]
+"""Bytes of the largest message."""
 
 
 @triton.jit(do_not_specialize=["UNITS"])
 def _all_reduce(
     x, out, pointers, counters, UNITS,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, PATIENCE: tl.constexpr,
-    SEND: tl.constexpr, ADD: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, FROM: tl.constexpr,
+    PATIENCE: tl.constexpr, SEND: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program b: piece b of UNITS * 16 bytes. SEND and ADD are its two halves, both on but in tests of one at a time.
-    PATIENCE: how often to look for a flag; 0: until it is there.
+    """Program b: piece b of UNITS * 16 bytes, over memory from byte FROM on. SEND and ADD are its two halves, both on
+    but in tests of one at a time. PATIENCE: how often to look for a flag; 0: until it is there.
     """
     BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     BLOCK: tl.constexpr = PIECE // BYTES
@@ -43,15 +47,15 @@ def _all_reduce(
     half = (count & 1) * SIZE
     if SEND:
         for k in tl.static_range(1, SIZE):
-            theirs = tl.load(pointers + (RANK + k) % SIZE) + 4 * PIECES * SIZE
+            theirs = tl.load(pointers + (RANK + k) % SIZE) + FROM + 4 * PIECES * SIZE
             data = tl.multiple_of(theirs.to(x.dtype), 16)
             tl.store(data + (half + RANK) * REGION + at, own, mask=there)
         tl.debug_barrier()  # all that this program wrote comes before the flag
         for k in tl.static_range(1, SIZE):
-            flags = tl.load(pointers + (RANK + k) % SIZE).to(tl.pointer_type(tl.int32))
+            flags = (tl.load(pointers + (RANK + k) % SIZE) + FROM).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + b * SIZE + RANK, count, sem="release", scope="sys")
     if ADD:
-        mine = tl.load(pointers + RANK)
+        mine = tl.load(pointers + RANK) + FROM
         flags = mine.to(tl.pointer_type(tl.int32)) + b * SIZE
         for k in tl.static_range(1, SIZE):
             flag = flags + (RANK + k) % SIZE
@@ -76,9 +80,14 @@ def _all_reduce(
 _run = Direct(_all_reduce)
 
 
-def buffer_bytes(ranks: int) -> int:
-    """Bytes of the memory that each of *ranks* lends to the others."""
-    return 4 * PIECES * ranks + 2 * ranks * PIECES * PIECE
+def buffer_bytes(ranks: int, ranges: int = len(RANGES)) -> int:
+    """Bytes of the memory that each of *ranks* lends to the others, for the first *ranges* of messages."""
+    return sum(4 * PIECES * ranks + 2 * ranks * PIECES * piece for piece in RANGES[:ranges])
+
+
+def range_of(size: int) -> int:
+    """Which of RANGES a message of *size* bytes is in."""
+    return next(i for i, piece in enumerate(RANGES) if size <= PIECES * piece)
 
 
 def all_reduce(
@@ -87,16 +96,18 @@ def all_reduce(
     """The sum of *x* over the ranks, of x's dtype, added in float32: a new tensor. Every rank calls it in the same
     order, in one stream each.
 
-    *x* is contiguous, of float32, bfloat16 or float16, of whole 16 bytes, at most PIECES * PIECE. *pointers* [ranks]
-    int64 are the addresses of the ranks' memory (`buffer_bytes`), which begins as zeros, as does *counters* ([PIECES]
+    *x* is contiguous, of float32, bfloat16 or float16, of whole 16 bytes, at most MOST. *pointers* [ranks] int64 are
+    the addresses of the ranks' memory (`buffer_bytes`), which begins as zeros, as does *counters* ([RANGES, PIECES]
     int32).
     """
     out = torch.empty_like(x)
     size = x.numel() * x.itemsize
     if size:
+        which = range_of(size)
+        piece, ranks = RANGES[which], len(pointers)
         _run(
-            (-(-size // PIECE), 1, 1), (x, out, pointers, counters), (size // 16,),
-            (rank, len(pointers), PIECE, PIECES, patience, send, add),
-            warps=4,
+            (-(-size // piece), 1, 1), (x, out, pointers, counters[which]), (size // 16,),
+            (rank, ranks, piece, PIECES, buffer_bytes(ranks, which), patience, send, add),
+            warps=4 if which == 0 else 8,
         )  # fmt: skip
     return out
