@@ -12,8 +12,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" "$work/whl" "$work/site"
 
-# The control plane and text (attrs .. markupsafe), the tests (pytest .. sortedcontainers).
+# The control plane and text (attrs .. markupsafe), the tests (pytest .. sortedcontainers), the server (starlette .. typing-extensions).
 names="attrs rpds-py tqdm jinja2 markupsafe pytest pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis sortedcontainers"
+names+=" starlette uvicorn msgspec prometheus-client anyio h11 click idna typing-extensions"
 wanted=()
 for name in $names; do
   pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt) || { echo "$name is not in constraints.txt" >&2; exit 1; }

@@ -15,6 +15,7 @@
 #   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
+#   serve      benchmarks/gpu_serve.py: `agentinfer serve` in one process and in two, beside the offline loop; SERVE_ARGS="--only one" chooses
 #   profile    a profiler's trace of 16 steps at batch 1, and its table (BENCH_ARGS="--batch-sizes 64": of another batch)
 #   profile-N  the same at batch N, 1,073 keys a row, with noise
 #   prefill-profile   a trace of 16 steps of mix that compute 8,192 positions of prompts, and its table
@@ -140,6 +141,11 @@ for wanted; do
       ;;
     mix-*) bench "$wanted" throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens "${wanted#mix-}" ;;
     mix) bench mix throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 ;;
+    serve)
+      # shellcheck disable=SC2086
+      step serve "$bench_s" "$python" benchmarks/gpu_serve.py "configs/$model" --json "$out/serve.json" \
+        --seconds $((bench_s - 5)) ${SERVE_ARGS:-}
+      ;;
     startup) bench startup startup --runs 2 ;;
     profile-*)
       bench "$wanted" latency --batch-sizes "${wanted#profile-}" --contexts 1073 --temperature 0.6 --runs 1 --steps 64 \

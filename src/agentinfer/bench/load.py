@@ -96,31 +96,37 @@ def plan(load: Load, *, warmup: bool = False) -> list[Sent]:
     return sent
 
 
-def measure(remote: Remote, model: str, load: Load) -> list[Answer]:
-    """Send the requests of *load*, after its warm-up. Raises AgentInferError if a process of clients dies."""
+def measure(remote: Remote, model: str, load: Load, jobs: Sequence[Sent] | None = None) -> list[Answer]:
+    """Send *jobs*, or else the requests of *load*, after its warm-up; the answers, in the order of the requests.
+
+    Raises AgentInferError if a process of clients dies.
+    """
     if load.warmup:
         asyncio.run(run(remote, model, load, plan(load, warmup=True), load.concurrency, time.time()))
-    jobs = plan(load)
-    start = time.time() + (_START_S if load.processes > 1 else 0.0)
+    jobs = plan(load) if jobs is None else jobs
     if load.processes == 1:
-        return asyncio.run(run(remote, model, load, jobs, load.concurrency, start))
-    return _in_processes(remote, model, load, start)
+        return asyncio.run(run(remote, model, load, jobs, load.concurrency, time.time()))
+    return _in_processes(remote, model, load, jobs)
 
 
-def _in_processes(remote: Remote, model: str, load: Load, start: float) -> list[Answer]:
-    command = [sys.executable, "-m", "agentinfer.bench.load"]
-    job = {"url": remote.url, "key": remote.key, "model": model, "load": attrs.asdict(load), "start": start}
+def _in_processes(remote: Remote, model: str, load: Load, jobs: Sequence[Sent]) -> list[Answer]:
+    command, count = [sys.executable, "-m", "agentinfer.bench.load"], load.processes
+    job = {"url": remote.url, "key": remote.key, "model": model, "load": attrs.asdict(load)}
+    shares = [[attrs.asdict(one, recurse=False) for one in jobs[part::count]] for part in range(count)]
+    start = time.time() + _START_S
 
     def work(part: int) -> list[Answer]:
-        given = json.dumps({**job, "part": part})
+        slots = len(range(part, load.concurrency, count))
+        given = json.dumps({**job, "start": start, "jobs": shares[part], "slots": slots})
         done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603 - this module
         if done.returncode != 0:
             raise AgentInferError(f"a process of clients ended with status {done.returncode}")
         said: list[dict[str, Any]] = json.loads(done.stdout)
         return [Answer(**one) for one in said]
 
-    with ThreadPoolExecutor(load.processes) as pool:
-        return [answer for answers in pool.map(work, range(load.processes)) for answer in answers]
+    with ThreadPoolExecutor(count) as pool:
+        parts = list(pool.map(work, range(count)))
+    return [parts[i % count][i // count] for i in range(len(jobs))]
 
 
 async def run(
@@ -212,10 +218,9 @@ def child() -> None:
     given: dict[str, Any] = job["load"]
     for name in ("prompt_tokens", "output_tokens", "token_ids"):
         given[name] = tuple(given[name])
-    load = Load(**given)
-    mine = plan(load)[job["part"] :: load.processes]
-    share = len(range(job["part"], load.concurrency, load.processes))
-    answers = asyncio.run(run(Remote(job["url"], job["key"]), job["model"], load, mine, share, job["start"]))
+    mine = [Sent(one["at_s"], tuple(one["prompt"]), one["output_tokens"]) for one in job["jobs"]]
+    work = run(Remote(job["url"], job["key"]), job["model"], Load(**given), mine, job["slots"], job["start"])
+    answers = asyncio.run(work)
     sys.stdout.write(json.dumps([attrs.asdict(one) for one in answers]))
 
 

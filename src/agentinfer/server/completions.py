@@ -67,7 +67,8 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": site.names[0]}
     ticket = await enter(site, name, items)
     texts = isinstance(given[0], str)
-    asked = _Asked(site, ticket, head, params, options, echoed, texts, unwanted, bool(body.return_token_ids))
+    ids = bool(body.return_token_ids) or site.text is None  # without a tokenizer they are all there is to say
+    asked = _Asked(site, ticket, head, params, options, echoed, texts, unwanted, ids)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
 
 
