@@ -17,14 +17,16 @@ import deepseeks
 from agentinfer.models.model import load_model
 from agentinfer.ops import experts as ours
 from agentinfer.ops import moe, norm
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.choose import Site, chosen, refusal
 from agentinfer.ops.comm import alone
 from agentinfer.ops.inputs import Memo, by_hand
 from agentinfer.ops.kernels.expert_gemm import ExpertTile, expert_gemm, expert_tile
 from agentinfer.ops.kernels.expert_rows import expert_rows
 from agentinfer.ops.kernels.route import choose_experts, router_logits
-from agentinfer.ops.moe import Routing
+from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch
-from agentinfer.ops.provide import Stream, reference
+from agentinfer.ops.provide import LayerShape, Stream, reference
 from agentinfer.ops.triton_ops import triton_ops
 from models.drive import Driver
 
@@ -158,6 +160,39 @@ def test_routes(count: int, experts: int, r: Routing) -> None:
         _, chosen = choose_experts(torch.full_like(logits, value), None, r)
         assert ((chosen >= 0) & (chosen < experts)).all()
         assert (chosen.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vllm imports
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [2, 64, 700])
+@pytest.mark.parametrize("name", ["V2-Lite", "Qwen3-30B"])
+def test_a_layer_by_vllm(name: str, count: int, dtype: torch.dtype) -> None:
+    """vLLM's fused experts, with our router and our shared ones, give what ours give; so does a captured graph."""
+    _, e, f, _, routing = SHAPES[name]
+    site = Site.of(CUDA, dtype, LayerShape(HeadShape(32, 8, 128), None, ExpertShape(e, routing.top_k, f)), 16)
+    problem = refusal("vllm-moe", site)
+    if problem:
+        pytest.skip(problem)
+    ops, layer = chosen("vllm-moe", site)[0], Layer(name, count, dtype)
+    normed, weights, experts, want = layer.run(pdl=False)
+    before = layer.residual + layer.pending.sum(0)
+
+    def run() -> Tensor:
+        stream = Stream(before.clone(), None)
+        work = (normed, weights, experts, layer.gate_up, layer.down, *layer.shared)
+        after = ops.experts_add(*work, stream, alone().tp)
+        assert after.pending_TD is not None
+        return after.residual_TD + after.pending_TD.sum(0, dtype=torch.float32)
+
+    got = run()
+    assert off(got - before, want - before) < 3 * LIMITS[dtype]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, got)
 
 
 SIZES = {

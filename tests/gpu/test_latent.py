@@ -14,11 +14,13 @@ from torch import Tensor
 
 from agentinfer.ops import kv as kvs
 from agentinfer.ops import latent
-from agentinfer.ops.inputs import Inputs, by_hand
+from agentinfer.ops.attention import HeadShape
+from agentinfer.ops.choose import Site, chosen, refusal
+from agentinfer.ops.inputs import Inputs, Memo, by_hand
 from agentinfer.ops.kernels.attend_latent import LatentTile, attend_latent
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
-from agentinfer.ops.provide import reference
+from agentinfer.ops.provide import LayerShape, reference
 from agentinfer.ops.rope import RopeSpec, cos_sin
 
 CUDA = torch.device("cuda")
@@ -41,8 +43,10 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: 
 class Case:
     """Rows over blocks of NaN whose earlier positions hold random latents, in some dtype; or the same in float32."""
 
-    def __init__(self, shape: LatentShape, starts: list[int], counts: list[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype, self.starts, self.counts = shape, dtype, starts, counts
+    def __init__(
+        self, shape: LatentShape, starts: list[int], counts: list[int], dtype: torch.dtype, block: int = BLOCK
+    ) -> None:
+        self.shape, self.dtype, self.starts, self.counts, self.block = shape, dtype, starts, counts, block
         total, cached = sum(counts), shape.cached_dim
         both = rand(total, shape.num_heads * shape.query_dim + cached, seed=3, dtype=dtype)
         self.q, self.new = both[:, :-cached], both[:, -cached:]
@@ -55,15 +59,15 @@ class Case:
     def step(self, dtype: torch.dtype) -> tuple[Inputs, LayerKv]:
         """The inputs, and the layer's cache before the step."""
         longest = max(a + n for a, n in zip(self.starts, self.counts, strict=True))
-        columns, rows = longest // BLOCK + 1, len(self.starts)
-        layout = kvs.mla(BLOCK, self.shape.latent_dim, self.shape.rope_dim, dtype)
+        columns, rows, block = longest // self.block + 1, len(self.starts), self.block
+        layout = kvs.mla(block, self.shape.latent_dim, self.shape.rope_dim, dtype)
         kv = kvs.allocate([layout], columns * rows, rows, columns, CUDA, math.nan)
         order = torch.randperm(columns * rows, generator=torch.Generator().manual_seed(1)).add(1).view(rows, columns)
         x, kv = by_hand(kv, [[1] * n for n in self.counts], self.starts, order.tolist(), list(range(rows, 0, -1)))
         for row, start in enumerate(self.starts):
             if start:
                 at = torch.arange(start)
-                slots = (order[row][at // BLOCK] * BLOCK + at % BLOCK).to(CUDA)
+                slots = (order[row][at // block] * block + at % block).to(CUDA)
                 old = rand(start, 1, self.shape.cached_dim, seed=100 + row, dtype=self.dtype)
                 kv.layers[0].k.flatten(0, 1)[slots] = old.to(dtype)
         return x, kv.layers[0]
@@ -158,3 +162,49 @@ def test_chunks(name: str, dtype: torch.dtype) -> None:
     """Prompts, chunks behind cached keys and single queries in one step are float32's, output and cache."""
     case = Case(SHAPES[name], [0, 700, 0, 33, 1000], [300, 1, 1, 70, 129], dtype)
     case.check(case.run(here(), dtype))
+
+
+def by_vllm(name: str, shape: LatentShape, dtype: torch.dtype) -> tuple[Any, int]:
+    """(Ops.attend_latent of vLLM's kernel *name*, its block size); skips where it is not here."""
+    block = 64 if name == "flashmla" else BLOCK
+    site = Site.of(CUDA, dtype, LayerShape(HeadShape(shape.num_heads, 1, shape.cached_dim), shape, None), block)
+    problem = refusal(name, site)
+    return pytest.skip(problem) if problem else (chosen(name, site)[0].attend_latent, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 70])
+@pytest.mark.parametrize("shape", ["V2-Lite", "V3", "V3 of 8 ranks", "V3 of 4 ranks"])
+@pytest.mark.parametrize("name", ["fa3-mla", "flashmla"])
+def test_decode_by_vllm(name: str, shape: str, rows: int, dtype: torch.dtype) -> None:
+    """vLLM's kernels over our cache as it is, rows of 1 to 3,000 keys over blocks of NaN, give float32's output."""
+    op, block = by_vllm(name, SHAPES[shape], dtype)
+    starts = [(3000, 0, 16, 699, 15, 33)[i % 6] + i // 6 for i in range(rows)]
+    case = Case(SHAPES[shape], starts, [1] * rows, dtype, block)
+    case.check(case.run(op, dtype))
+
+
+@pytest.mark.parametrize("name", ["fa3-mla", "flashmla"])
+def test_a_graph_of_vllms_kernels_follows_the_lengths(name: str) -> None:
+    """Captured with a bound for any length, and replayed for other lengths, they give what they give eagerly."""
+    op, block = by_vllm(name, SHAPES["V2-Lite"], torch.bfloat16)
+    case = Case(SHAPES["V2-Lite"], [2999, 60, 16, 699], [1] * 4, torch.bfloat16, block)
+    x, kv = case.step(torch.bfloat16)
+    kv.k.nan_to_num_(0.5)
+    rest = (case.shape, case.angles, case.norm, case.kv_b, case.scale, EPS)
+
+    def attend() -> Tensor:
+        step = evolve(x, host=None, max_context=3072, memo=Memo())
+        return op(case.q, case.new, kv, step, *rest)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for shorter in (0, 1, 1500):
+        x.context.sub_(shorter).clamp_(min=1)
+        want = attend()
+        out.fill_(math.nan)
+        graph.replay()
+        torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)

@@ -25,7 +25,7 @@ from agentinfer.ops.vllm_ops import attend_fa3, missing, with_fa3
 from gpu_shapes import SHAPES
 from models.drive import Driver
 from ops.ragged import EPS, SCALE, Case, case
-from ops.test_vllm_ops import CACHE, FWD, SMALL
+from ops.test_vllm_ops import CACHE, DENSE_DECODE, FWD, SMALL
 
 CUDA = torch.device("cuda")
 HEADS = {
@@ -220,8 +220,8 @@ def test_the_schemas_that_our_calls_were_tested_against() -> None:
     """The operators of the vllm that is here have the arguments of those in tests/ops/test_vllm_ops.py."""
     if refusal("vllm", Site.of(CUDA, torch.bfloat16, HEADS["Qwen3-8B"], 16)):
         pytest.skip("no vllm")
-    spaces = {"_vllm_fa3_C": [FWD], "_C": list(SMALL), "_C_cache_ops": [CACHE]}
-    libraries = {"_vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
+    spaces = {"_vllm_fa3_C": [FWD], "_C": list(SMALL), "_C_cache_ops": [CACHE], "_flashmla_C": [DENSE_DECODE]}
+    libraries = {"_vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C.abi3.so", "_flashmla_C": "_flashmla_C.abi3.so"}
     for space, schemas in spaces.items():
         for schema in schemas:
             name, _, arguments = schema.partition("(")

@@ -50,6 +50,9 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("flash-attn", {"block_size": 256, "dtype": torch.float32}, "float32"),
         ("torch", {}, "block_size 16 is no multiple of 256"),
         ("torch", {"block_size": 256, "capability": (7, 5)}, "capability 7.5"),
+        ("fa3-mla", {}, "the model has no latent attention"),
+        ("flashmla", {}, "the model has no latent attention"),
+        ("vllm-moe", {}, "the model has no experts"),
     ],
 )
 def test_a_broken_rule_is_named(everything: object, name: str, change: dict[str, Any], message: str) -> None:
@@ -64,6 +67,8 @@ def test_what_is_not_installed_and_what_is_too_old_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(choose.torch, "__version__", "2.11.0+cu130")
     for name in ("triton", "vllm", "flash-attn"):
         assert choose.refusal(name, HOPPER) == f"{name} is not installed"
+    for name in ("fa3-mla", "flashmla", "vllm-moe"):
+        assert choose.refusal(name, on_hopper(SHAPES[1][0])) == "vllm is not installed"
     assert choose.refusal("persistent", HOPPER) == "cuda-bindings is not installed"
     assert "2.11.0+cu130" in (choose.refusal("torch", HOPPER) or "")
     with pytest.raises(InvalidSetting, match="'magic' is none of auto, reference, triton"):
@@ -74,22 +79,32 @@ def test_every_provider_can_be_asked_for(everything: dict[str, Any]) -> None:
     """Where its rules hold a provider is what one gets by its name, with a reason for every call; who does not sample
     gets Triton's sampling.
     """
-    for name in choose.RULES:
+    for name in set(choose.RULES) - set(choose.ON_TOP):
         ops, why = choose.chosen(name, evolve(HOPPER, block_size=64 if name == "vllm" else 256))
         assert ops.name == name
-        if name == "persistent":
-            continue
         assert ops.attend is everything[name].attend
         assert why["sample"].startswith("triton" if name != "reference" else "reference")
         assert tuple(why) == choose.calls()
         assert why["attend"] == f"{name}: asked for"
 
 
-def test_the_persistent_kernel_comes_on_top_of_auto(everything: object) -> None:
-    """It does steps of one row; all else is done, for the same reasons, by what auto would take."""
+@pytest.mark.parametrize(
+    ("name", "call", "when"),
+    [
+        ("persistent", "row_step", "for steps of one row"),
+        ("fa3-mla", "attend_latent", "for steps of one query a row"),
+        ("flashmla", "attend_latent", "for steps of one query a row"),
+        ("vllm-moe", "experts_add", "for several positions"),
+    ],
+)  # fmt: skip
+def test_who_brings_one_call_comes_on_top_of_auto(everything: object, name: str, call: str, when: str) -> None:
+    """One call is theirs; all else is done, for the same reasons, by what auto would take."""
     del everything
-    _, why = choose.chosen("persistent", HOPPER)
-    assert why == {**choose.chosen("auto", HOPPER)[1], "row_step": "persistent: asked for, for steps of one row"}
+    site = HOPPER if name == "persistent" else on_hopper(SHAPES[1][0])
+    site = evolve(site, block_size=64) if name == "flashmla" else site
+    ops, why = choose.chosen(name, site)
+    assert ops.name == name
+    assert why == {**choose.chosen("auto", site)[1], call: f"{name}: asked for, {when}"}
 
 
 def test_blocks_that_flash_attention_3_reads_whole_are_refused(everything: object) -> None:
@@ -153,7 +168,7 @@ def test_latents_and_experts(everything: object, shape: LayerShape, what: str) -
     assert ops.name == ("triton" if site.latent else "triton+fa3")
     assert why["attend_latent"].startswith("triton: ")
     assert why["experts_add"].startswith("triton: ")
-    for name in set(choose.RULES) - {"reference", "triton"}:
+    for name in ("persistent", "vllm", "flash-attn", "torch"):
         with pytest.raises(InvalidSetting, match=f"{name}: no {what} yet"):
             choose.chosen(name, site)
     with pytest.raises(InvalidSetting, match=f"compile: .*{what}"):
@@ -183,6 +198,30 @@ def test_latents_and_experts_that_triton_refuses(everything: object, change: dic
     ops, why = choose.chosen("auto", site)
     assert ops.name == "reference"
     assert why["attend"].startswith(f"reference: triton can not, {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fa3-mla", {"block_size": 64}, "block_size 64 is neither 16 nor 32"),
+        ("fa3-mla", {"latent": evolve(LATENT, rope_dim=32)}, "qk_rope_head_dim 32 are not 512 and 64"),
+        ("fa3-mla", {"latent": evolve(LATENT, nope_dim=96)}, "qk_nope_head_dim 96 is no power of two"),
+        ("flashmla", {}, "block_size 16 is not 64"),
+        ("flashmla", {"block_size": 64, "latent": evolve(LATENT, latent_dim=256)}, "kv_lora_rank 256"),
+        ("flashmla", {"block_size": 64, "dtype": torch.float32}, "float32"),
+        ("flashmla", {"block_size": 64, "capability": (10, 0)}, "capability 10.0"),
+        ("vllm-moe", {"dtype": torch.float32}, "float32"),
+        ("vllm-moe", {"capability": (12, 0)}, "capability 12.0"),
+        ("vllm-moe", {"experts": evolve(EXPERTS, width=1404)}, "experts of width 1404"),
+    ],
+)
+def test_latents_and_experts_that_vllm_refuses(
+    everything: object, name: str, change: dict[str, Any], message: str
+) -> None:  # fmt: skip
+    """Its kernels for latents and experts, and ours around them, name the rule that does not hold."""
+    del everything
+    with pytest.raises(InvalidSetting, match=f"{name}: .*{message}"):
+        choose.chosen(name, evolve(on_hopper(SHAPES[1][0]), **change))
 
 
 def test_who_lacks_a_call_says_so(everything: object) -> None:

@@ -32,6 +32,11 @@ CACHE = (
     "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, Tensor slot_mapping, "
     "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
 )
+DENSE_DECODE = (
+    "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
+    "float softmax_scale, bool is_causal, Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, "
+    "Tensor(c!)? out_) -> (Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)"
+)
 MIXED = ([1, 20, 5, 1], [1, 20, 60, 70])
 
 
@@ -61,6 +66,8 @@ def fwd(*args: object) -> list[Tensor]:
         assert a["window_size_right"] == -1
     lengths = attention.RowLengths(ends.diff().tolist(), context.tolist(), [False] * len(context))
     index = attention.attention_index(table, lengths, k.shape[1], window, q.dtype)
+    if a["q_v"] is not None:  # latent attention: a second part of the query, whose keys are the values
+        q, k = torch.cat((a["q_v"], q), dim=-1), torch.cat((v, k), dim=-1)
     return [attention.attend_index(q, k, v, index, a["softmax_scale"])]
 
 

@@ -18,19 +18,29 @@ import torch
 import agentinfer
 from agentinfer.cli.plan import amount
 from agentinfer.demo import default_cache
+from agentinfer.ops import choose
 from agentinfer.ops.attention import HeadShape
-from agentinfer.ops.choose import AUTO, RULES, UNRUN, Site, chosen, refusal
+from agentinfer.ops.choose import AUTO, ON_TOP, RULES, UNRUN, Site, chosen, refusal
+from agentinfer.ops.mla import LatentShape
+from agentinfer.ops.moe import ExpertShape
 from agentinfer.ops.provide import Primitives
 
 PACKAGES: Final = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "attrs", "numpy", "rpds-py", "jinja2",
     "tqdm", "gguf", "llguidance",
 )  # fmt: skip
-PACKAGE_OF: Final = (("triton", "triton"), ("vllm", "vllm"), ("flash-attn", "flash-attn"), ("torch", "torch"))
+PACKAGE_OF: Final = (
+    ("triton", "triton"), ("vllm", "vllm"), ("flash-attn", "flash-attn"), ("torch", "torch"), ("fa3-mla", "vllm"),
+    ("flashmla", "vllm"), ("vllm-moe", "vllm"),
+)  # fmt: skip
 """Providers, and the packages that their kernels come from."""
 HEADS: Final = HeadShape(32, 8, 128)
 """What the question of who computes is asked for: the heads of an 8B model, in blocks of BLOCK_SIZE tokens."""
 BLOCK_SIZE: Final = 16
+LATENT: Final = LatentShape(16, 128, 64, 512, 128)
+"""The heads of DeepSeek-V2-Lite, of which providers of latent attention and of experts are asked .."""
+EXPERTS: Final = ExpertShape(64, 6, 1408)
+""".. and its experts."""
 WIDTH: Final = 110
 """Columns of a line that can be cut."""
 
@@ -114,8 +124,9 @@ def providers(where: Site) -> dict[str, str]:
     """Where kernels could come from, and what keeps each from being used on *where*."""
     versions = {name: installed(package) for name, package in PACKAGE_OF}
     found: dict[str, str] = {}
-    for name in RULES:
-        problem = refusal(name, where)
+    deepseek = attrs.evolve(where, shape=HeadShape(16, 1, LATENT.cached_dim), latent=LATENT, experts=EXPERTS)
+    for name in RULES:  # who brings latent attention or experts alone can say nothing of a dense model
+        problem = refusal(name, deepseek if name in ON_TOP and name in choose.LATENT else where)
         version_ = f"{versions[name]}, " if versions.get(name) else ""
         never = f"; never run by this version: {UNRUN[name]}" if name in UNRUN else ""
         found[name] = version_ + ("can be used" if problem is None else f"can not be used: {problem}") + never

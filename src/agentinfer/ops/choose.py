@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -20,10 +21,14 @@ from agentinfer.ops.provide import LayerShape, Ops, reference
 
 AUTO: Final = "auto"
 HALVES: Final = (torch.bfloat16, torch.float16)
+_NOT_YET = "its calls are tested against vllm 0.26, not run"
 UNRUN: Final = MappingProxyType(
     {
         "flash-attn": "no wheel fits the hardware that this version was measured on: its calls are tested, not run",
         "torch": "needs torch 2.13; this version was measured with 2.11: its calls are tested, not run",
+        "fa3-mla": _NOT_YET,
+        "flashmla": _NOT_YET,
+        "vllm-moe": _NOT_YET,
     }
 )
 """Providers whose kernels this version has never run, and why."""
@@ -160,6 +165,36 @@ def _no_persistent(site: Site) -> str | None:
     ) or _no_triton(site)
 
 
+def _no_vllm_latent(site: Site) -> str | None:
+    """What both of vLLM's kernels for latents need: of the site, and of Triton's kernels around them."""
+    if site.latent is None:
+        return "the model has no latent attention"
+    return (
+        _first((_installed("vllm"), "vllm is not installed"), _cuda(site, 9), _halves(site))
+        or import_module("agentinfer.ops.vllm_latent").unsupported(site.latent)
+        or _no_triton(site)
+    )
+
+
+def _no_fa3_mla(site: Site) -> str | None:
+    # Of many heads it reads blocks of 64 whole: a NaN that a failed sequence left behind the last key would spread.
+    size = site.block_size
+    return _no_vllm_latent(site) or _first((size in (16, 32), f"block_size {size} is neither 16 nor 32"))
+
+
+def _no_flashmla(site: Site) -> str | None:
+    return _no_vllm_latent(site) or _first((site.block_size == 64, f"block_size {site.block_size} is not 64"))
+
+
+def _no_vllm_moe(site: Site) -> str | None:
+    return _first(
+        (site.experts is not None, "the model has no experts"),
+        (_installed("vllm"), "vllm is not installed"),
+        _cuda(site, 9),
+        _halves(site),
+    ) or _no_triton(site)
+
+
 RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
     {
         "reference": _no_reference,
@@ -168,14 +203,26 @@ RULES: Final[Mapping[str, Callable[[Site], str | None]]] = MappingProxyType(
         "vllm": _no_vllm,
         "flash-attn": _no_flash_attn,
         "torch": _no_torch,
+        "fa3-mla": _no_fa3_mla,
+        "flashmla": _no_flashmla,
+        "vllm-moe": _no_vllm_moe,
     }
 )
 """Of each provider: why it can not work on a site; None if it can."""
 NAMES: Final = (AUTO, *RULES)
-LATENT: Final = ("reference", "triton")
-"""Providers of latent attention."""
-EXPERTS: Final = ("reference", "triton")
-"""Providers of experts."""
+ON_TOP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "persistent": ("row_step", "for steps of one row"),
+        "fa3-mla": ("attend_latent", "for steps of one query a row"),
+        "flashmla": ("attend_latent", "for steps of one query a row"),
+        "vllm-moe": ("experts_add", "for several positions"),
+    }
+)
+"""Providers of one call, and when it is theirs: all else is what auto takes."""
+LATENT: Final = ("reference", "triton", "fa3-mla", "flashmla", "vllm-moe")
+"""Providers for models with latent attention."""
+EXPERTS: Final = LATENT
+"""Providers for models with experts."""
 SAMPLING: Final = ("sample", "sample_rows", "part_rows", "edit_rows")
 """The calls that choose tokens, and what is done to logits before."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
@@ -219,6 +266,16 @@ def _make_torch(site: Site) -> Ops:
     return module.torch_ops(module.paged_varlen_attn())
 
 
+def _make_latent(site: Site, name: str) -> Ops:
+    pdl = import_module("agentinfer.ops.triton_ops").launches_dependents(site.device)
+    return import_module("agentinfer.ops.vllm_latent").with_latent(_auto(site)[0], name, pdl=pdl)
+
+
+def _make_vllm_moe(site: Site) -> Ops:
+    run = import_module("agentinfer.ops.triton_ops").launch_on(site.device)
+    return import_module("agentinfer.ops.vllm_moe").with_experts(_auto(site)[0], run)
+
+
 MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
     {
         "reference": _make_reference,
@@ -227,6 +284,9 @@ MAKERS: Final[Mapping[str, Callable[[Site], Ops]]] = MappingProxyType(
         "vllm": _make_vllm,
         "flash-attn": _make_flash_attn,
         "torch": _make_torch,
+        "fa3-mla": partial(_make_latent, name="fa3-mla"),
+        "flashmla": partial(_make_latent, name="flashmla"),
+        "vllm-moe": _make_vllm_moe,
     }
 )
 
@@ -259,9 +319,9 @@ def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
     if problem is not None:
         raise InvalidSetting("ops", f"{name}: {problem}")
     asked = f"{name}: asked for"
-    if name == "persistent":
-        why = {**_auto(site)[1], "row_step": f"{asked}, for steps of one row"}
-        return MAKERS[name](site), MappingProxyType(why)
+    if name in ON_TOP:
+        call, when = ON_TOP[name]
+        return MAKERS[name](site), MappingProxyType({**_auto(site)[1], call: f"{asked}, {when}"})
     others = {
         "triton": asked,
         "vllm": "torch: vllm's kernels are those of a layer",

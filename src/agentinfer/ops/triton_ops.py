@@ -157,6 +157,17 @@ def launches_dependents(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def launch_on(device: torch.device, *, pdl: bool | None = None, gemm_rows: int | None = None) -> Launch:
+    """How kernels are launched on *device*; arguments as of `triton_ops`."""
+    hopper = launches_dependents(device)
+    return Launch(
+        pdl=hopper if pdl is None else pdl,
+        gemm_rows=(GEMM_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
+        narrow_rows=(NARROW_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
+        counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
+    )
+
+
 def triton_ops(
     device: torch.device,
     *,
@@ -171,13 +182,7 @@ def triton_ops(
     *gemm_rows*: most rows for our own product of several rows; None: 64 where the device has TMA.
     Calls raise InvalidSetting for heads, cache or dtype that the kernels have no program for.
     """
-    hopper = launches_dependents(device)
-    run = Launch(
-        pdl=hopper if pdl is None else pdl,
-        gemm_rows=(GEMM_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
-        narrow_rows=(NARROW_MOST_ROWS if hopper else 0) if gemm_rows is None else gemm_rows,
-        counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
-    )
+    run = launch_on(device, pdl=pdl, gemm_rows=gemm_rows)
     plain = reference().primitives
     choose_rows = partial(sample_tokens, pdl=run.pdl)
     return Ops(

@@ -30,7 +30,8 @@ SMALL: Final = ("_C", "_C_stable_libtorch.abi3.so")
 CACHE: Final = ("_C_cache_ops", SMALL[1])
 
 
-def _operator(namespace: str, name: str) -> Any:
+def operator(namespace: str, name: str) -> Any:
+    """An operator of a library that was loaded."""
     return getattr(getattr(cast(Any, torch.ops), namespace), name)
 
 
@@ -88,7 +89,7 @@ def attend_fa3(
     context int32. The causal mask is aligned to the end of the keys. A row of padding reads the sink: its output means
     nothing.
     """
-    return _fwd(
+    return fwd(
         q_TND, k_cache, v_cache, cu_seqlens_q, max_query, max_context, scale, window,
         page_table=table_RC, seqused_k=context_R, cu_seqlens_k=None, num_splits=num_splits,
     )  # fmt: skip
@@ -100,20 +101,22 @@ def attend_fa3_packed(
     """`attend_fa3` of rows that have no keys but those of their own positions: these are read where they were computed,
     whole tiles at a time, and not by blocks.
     """
-    return _fwd(
+    return fwd(
         q_TND, k_THD, v_THD, cu_seqlens, max_query, max_query, scale, window,
         page_table=None, seqused_k=None, cu_seqlens_k=cu_seqlens, num_splits=0,
     )  # fmt: skip
 
 
-def _fwd(
+def fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_query: int, max_context: int, scale: float,
-    window: int | None, **keys: Tensor | int | None,
+    window: int | None, *, q_v: Tensor | None = None, **keys: Tensor | int | None,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention-3's operator. *keys*: where the keys of each row are."""
+    """FlashAttention-3's operator. *keys*: where the keys of each row are; *q_v*: a part of the query, whose keys are
+    the values.
+    """
     left, right = (-1, -1) if window is None else (window - 1, 0)
-    return _operator("_vllm_fa3_C", "fwd")(
-        q=q, k=k, v=v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=None,
+    return operator("_vllm_fa3_C", "fwd")(
+        q=q, k=k, v=v, k_new=None, v_new=None, q_v=q_v, out=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=None,
         seqused_q=None, max_seqlen_q=max_query, max_seqlen_k=max_context, kv_batch_idx=None, leftpad_k=None,
         rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
         softmax_scale=scale, is_causal=True, window_size_left=left, window_size_right=right, softcap=0.0,
@@ -174,7 +177,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """norm.rms_norm, of a weight of x's dtype."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _operator("_C", "rms_norm")(result=out, input=x, weight=weight, epsilon=eps)
+    operator("_C", "rms_norm")(result=out, input=x, weight=weight, epsilon=eps)
     return out
 
 
@@ -182,14 +185,14 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     """norm.fused_add_rms_norm *in place*: x becomes the norm, residual the sum, and these two are returned. Both must
     be contiguous, and the caller's own.
     """
-    _operator("_C", "fused_add_rms_norm")(input=x, residual=residual, weight=weight, epsilon=eps)
+    operator("_C", "fused_add_rms_norm")(input=x, residual=residual, weight=weight, epsilon=eps)
     return x, residual
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """norm.silu_and_mul."""
     out = torch.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-    _operator("_C", "silu_and_mul")(result=out, input=gate_up)
+    operator("_C", "silu_and_mul")(result=out, input=gate_up)
     return out
 
 
@@ -203,7 +206,7 @@ def rotary_embedding(
 
 
 def _rotate(positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, *, interleaved: bool) -> None:
-    _operator("_C", "rotary_embedding")(
+    operator("_C", "rotary_embedding")(
         positions=positions, query=q.flatten(1), key=k.flatten(1), head_size=q.shape[-1], cos_sin_cache=cos_sin,
         is_neox=not interleaved,
     )  # fmt: skip
@@ -212,7 +215,7 @@ def _rotate(positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, *, interle
 def write_kv(k_THD: Tensor, v_THD: Tensor, kv: LayerKv, slots_T: Tensor) -> None:
     """attention.write_kv."""
     unread = torch.empty(1, dtype=torch.float32, device=k_THD.device)  # scales are for caches of 8 bits
-    _operator("_C_cache_ops", "reshape_and_cache_flash")(
+    operator("_C_cache_ops", "reshape_and_cache_flash")(
         key=k_THD, value=v_THD, key_cache=kv.k, value_cache=values_of(kv), slot_mapping=slots_T, kv_cache_dtype="auto",
         k_scale=unread, v_scale=unread,
     )  # fmt: skip

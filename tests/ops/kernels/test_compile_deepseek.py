@@ -58,8 +58,8 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
             APART_NEW=heads * 192 + 576, BLOCK=16, APART=16 * 576, TOKEN=576, INTERLEAVED=True, KEYS=t.keys,
             SPLITS=t.splits, STAGES=t.stages), num_warps=t.warps)
         compiled("absorb " + name, a._absorb, types, dict(
-            STRIDE=heads * 192 + 576, HEADS=heads, QUERY=192, U=128, WIDE=256, L=512, BM=16 if rows < 17 else 64,
-            BL=64), num_warps=4)
+            STRIDE=heads * 192 + 576, HEADS=heads, QUERY=192, U=128, WIDE=256, L=512, APART=512,
+            BM=16 if rows < 17 else 64, BL=64), num_warps=4)
         same = dict(HEADS=heads, U=128, O=128, L=512, KEYS=t.keys, SPLITS=t.splits)
         if rows == 1:
             compiled("values " + name, a._values_singly, types, dict(same, BO=16, AT_ONCE=16), num_warps=4)
@@ -70,8 +70,10 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
         STRIDE=16 * 192 + 576, HEADS=16, U=128, P=64, L=512, O=128, INTERLEAVED=True, QUERIES=64,
         KEYS=64 if size == 2 else 32, STAGES=2), pdl=False, num_warps=4)
     types = dict(latent=half, norm=half, cos_sin=wide, positions="*i64", slots="*i64", cache=half, eps="fp32")
-    compiled("write " + dtype, latent_write._latent_write, types, dict(
-        L=512, P=64, STRIDE=3648, BLOCK=16, APART=16 * 576, TOKEN=576, INTERLEAVED=True), pdl=False, num_warps=4)
+    for heads in (0, 16, 128):
+        compiled("write " + dtype, latent_write._latent_write, dict(types, q=half, out=half), dict(
+            L=512, P=64, STRIDE=3648, BLOCK=16, APART=16 * 576, TOKEN=576, INTERLEAVED=True, HEADS=heads,
+            HP=max(1, heads), QUERY=192, Q_STRIDE=3648), pdl=False, num_warps=4)
     for experts, chosen, f, d in ((64, 6, 1408, 2048), (256, 8, 2048, 7168)):
         which = f"{{dtype}} {{experts}}"
         if which == "fp32 256":

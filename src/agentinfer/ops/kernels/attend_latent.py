@@ -64,9 +64,11 @@ def latent_tile(rows: int, heads: int, itemsize: int) -> LatentTile:
 def _absorb(
     q, kv_b, out, T,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, QUERY: tl.constexpr, U: tl.constexpr, WIDE: tl.constexpr,
-    L: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, APART: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, l, t): numbers l * BL and on of head n, rows t * BM and on. WIDE: rows of kv_b a head."""
+    """Program (n, l, t): numbers l * BL and on of head n, rows t * BM and on. WIDE: rows of kv_b a head; APART: how far
+    heads of *out* lie apart.
+    """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0)
@@ -79,7 +81,7 @@ def _absorb(
     there = (t < T)[:, None]
     x = tl.load(q + t[:, None] * STRIDE + n * QUERY + u[None, :], mask=there, other=0.0, cache_modifier=".cg")
     y = tl.dot(x, w, input_precision="ieee")
-    tl.store(out + (t * HEADS + n)[:, None] * L + at[None, :], y.to(out.dtype.element_ty), mask=there)
+    tl.store(out + (t * HEADS + n)[:, None] * APART + at[None, :], y.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -266,22 +268,30 @@ _run_singly = Direct(_values_singly)
 _run_values = Direct(_values)
 
 
-def absorb(q_TX: Tensor, kv_b: Tensor, nope: int, *, pdl: bool = False) -> Tensor:
-    """The queries for latents, [T, N, L] of q's dtype: the first *nope* (U) numbers of each head times the first U rows
-    of kv_b ([N, U + O, L], contiguous) of that head. Rows of q may lie apart. *pdl*: kv_b is complete before the kernel
-    before this one began.
+def absorb(q_TX: Tensor, kv_b: Tensor, nope: int, *, more: int = 0, pdl: bool = False) -> Tensor:
+    """The queries for latents, [T, N, L + *more*] of q's dtype: the first *nope* (U) numbers of each head times the
+    first U rows of kv_b ([N, U + O, L], contiguous) of that head; what is behind L is left to the caller. Rows of q may
+    lie apart. *pdl*: kv_b is complete before the kernel before this one began.
     """
     heads, wide, width = kv_b.shape
     count, query = len(q_TX), q_TX.shape[1] // heads
-    out = torch.empty((count, heads, width), dtype=q_TX.dtype, device=q_TX.device)
+    out = torch.empty((count, heads, width + more), dtype=q_TX.dtype, device=q_TX.device)
     rows = 16 if count <= 16 else 64
     some = min(64, width)
     _run_absorb(
         (heads, width // some, -(-count // rows)), (q_TX, kv_b, out), (count,),
-        (q_TX.stride(0), heads, query, nope, wide, width, rows, some, pdl),
+        (q_TX.stride(0), heads, query, nope, wide, width, width + more, rows, some, pdl),
         warps=4, pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def values(latents_RNL: Tensor, kv_b: Tensor, nope: int, context: Tensor, *, pdl: bool = False) -> Tensor:
+    """[R, N * O] of the latents' dtype: what each head attended to, times the value part of kv_b. *context*: int32 [R],
+    as in `attend_latent`. *pdl*: kv_b and *context* are complete before the kernel before this one began.
+    """
+    whole = LatentTile(1, 16, 16, 4, 1)
+    return _put_together(latents_RNL, latents_RNL, context, kv_b, nope, latents_RNL.dtype, whole, pdl=pdl)
 
 
 def _put_together(
