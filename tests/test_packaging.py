@@ -40,7 +40,7 @@ def test_few_dependencies() -> None:
 def test_extras() -> None:
     """The extras are those that the documentation names, and none asks for another."""
     extras = project()["optional-dependencies"]
-    assert set(extras) == {"vllm", "flash-attn", "clients", "serve", "structured", "demo", "dev", "docs"}
+    assert set(extras) == {"vllm", "flash-attn", "clients", "serve", "otel", "structured", "demo", "dev", "docs"}
     assert not [text for group in extras.values() for text in group if text.startswith("agentinfer")]
 
 

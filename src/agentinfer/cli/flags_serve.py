@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from agentinfer.cli.values import integer, number, span
+from agentinfer.cli.values import integer, number, span, web_address
 
 PARSERS = ("auto", "none", "hermes", "qwen3", "deepseek_v3", "deepseek_r1")
 
@@ -49,6 +49,12 @@ def _address(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--http-process", action="store_true", help="answer over HTTP in a process of its own")
     group.add_argument("--no-ui", action="store_true", help="no status page at /")
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        type=web_address,
+        help="send an OpenTelemetry span of each request there, by OTLP over HTTP: http://HOST:4318/v1/traces",
+    )
     group.add_argument(
         "--record", metavar="FILE", type=Path, help="write every event and the state's digest after it, for 'replay'"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agentinfer.server.guard import Keys
 
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "msgspec")
+_OTEL = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _OPEN_TO_ALL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise Usage(f"serve needs {', '.join(missing)}: pip install 'agentinfer[serve]'")
+    if args.otlp_traces_endpoint is not None and not all(map(_there, _OTEL)):
+        raise Usage(f"--otlp-traces-endpoint needs {' and '.join(_OTEL)}: pip install 'agentinfer[otel]'")
     from agentinfer.server.run import EngineDead
 
     logging.basicConfig(level=logging.WARNING, format="agentinfer: %(message)s")
@@ -98,7 +101,16 @@ def _options(args: argparse.Namespace, keys: Keys) -> Options:
         ui=not args.no_ui,
         trace=None if args.record is None else str(args.record.absolute()),
         apart=args.http_process,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+
+
+def _there(module: str) -> bool:
+    """Whether *module*, and all that it is in, is installed."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _keys(given: Iterable[str], variable: str) -> tuple[str, ...]:

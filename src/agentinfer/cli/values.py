@@ -1,10 +1,11 @@
-"""Readers of what flags are given: numbers, token ids, spans. Each raises argparse.ArgumentTypeError."""
+"""Readers of what flags are given: numbers, token ids, spans, URLs. Each raises argparse.ArgumentTypeError."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 
 def integer(least: int) -> Callable[[str], int]:
@@ -63,3 +64,11 @@ def span(given: str) -> tuple[int, int]:
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"must be SHORTEST-LONGEST, not {given!r}")
     return found
+
+
+def web_address(given: str) -> str:
+    """Reads a URL of http or https."""
+    parts = urlsplit(given)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT/PATH, or https, not {given!r}")
+    return given

@@ -77,7 +77,7 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": name, "object": kind, "created": created, "model": site.names[0]}
     thinking = form is not None and opens_thinking(form, decode(site.text, prompt[-16:], skip_special_tokens=False))
-    ticket = await enter(site, name, items)
+    ticket = await enter(site, request, name, items)
     one_call = body.parallel_tool_calls is False
     asked = _Asked(site, ticket, head, params, options, form, thinking, choice.forced, one_call, body)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))

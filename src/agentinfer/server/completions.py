@@ -65,7 +65,7 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     items = items_of(site, prompts, params, salt_of(request.scope, body.cache_salt), _DEFAULT_MAX_TOKENS)
     name = new_name("cmpl", request, body.request_id)
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": site.names[0]}
-    ticket = await enter(site, name, items)
+    ticket = await enter(site, request, name, items)
     texts = isinstance(given[0], str)
     ids = bool(body.return_token_ids) or site.text is None  # without a tokenizer they are all there is to say
     asked = _Asked(site, ticket, head, params, options, echoed, texts, unwanted, ids)

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import uvicorn
 from attrs import define, field, frozen
+from starlette.datastructures import Headers
 
 from agentinfer.server.app import make_app
 from agentinfer.server.connection import TimedConnection
-from agentinfer.server.desk import Desk, Queues, drop, emptied
+from agentinfer.server.desk import Desk, Queues, Ticket, drop, emptied
 from agentinfer.server.guard import Keys
 from agentinfer.server.mail import Command
 from agentinfer.server.metrics import Metrics
@@ -71,6 +72,8 @@ class Options:
     """The file in which the engine is recorded, if it is."""
     apart: bool = False
     """Answer in a process of its own."""
+    otlp_traces_endpoint: str | None = None
+    """The URL that a span of each request is sent to; needs the extra `otel`."""
 
 
 def make_desk(post: Callable[[Command], None], facts: Facts, options: Options) -> Desk:
@@ -92,7 +95,7 @@ async def attend(
 ) -> None:
     """Answer on *listener* until a signal comes, the function that *ready* is given is called, or the engine dies."""
     loop, life = asyncio.get_running_loop(), _Life()
-    with ThreadPoolExecutor(2, "agentinfer-text") as pool:
+    with ThreadPoolExecutor(2, "agentinfer-text") as pool, _farewells(options) as farewell:
         site = Site(
             desk=desk,
             text=text,
@@ -106,6 +109,7 @@ async def attend(
             max_stall_s=options.max_stall_s,
             ui=options.ui,
             trace=None if options.trace is None else Path(options.trace),
+            farewell=farewell,
         )
         server = _Server(_config(site, options), partial(ready, lambda: loop.call_soon_threadsafe(_end, life)))
         with _signals(life):
@@ -113,6 +117,18 @@ async def attend(
             await _until_the_end(desk, life, options.shutdown_timeout_s)
             server.should_exit = True
             await serving
+
+
+@contextlib.contextmanager
+def _farewells(options: Options) -> Generator[Callable[[Headers], Callable[[Ticket], None]] | None]:
+    """What `Site.farewell` is, where spans are asked for."""
+    if options.otlp_traces_endpoint is None:
+        yield None
+        return
+    from agentinfer.server.spans import farewell, sent_to
+
+    with sent_to(options.otlp_traces_endpoint) as tracer:
+        yield partial(farewell, tracer, options.names[0])
 
 
 class _Server(uvicorn.Server):

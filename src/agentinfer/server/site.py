@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 from attrs import evolve, field, frozen
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from agentinfer.errors import InvalidRequest
@@ -72,6 +73,8 @@ class Site:
     """There is a status page."""
     trace: Path | None = None
     """Where the engine is recorded, if it is."""
+    farewell: Callable[[Headers], Callable[[Ticket], None]] | None = None
+    """Makes of a request's headers what is to be called when it leaves; None: nothing is."""
     warned: set[str] = field(factory=set[str])
     """Names of fields that a warning was logged for."""
 
@@ -132,14 +135,18 @@ async def in_pool(site: Site, work: Callable[[], Found]) -> Found:
         raise of_invalid_request(error) from error
 
 
-async def enter(site: Site, name: str, items: Sequence[Item]) -> Ticket:
+async def enter(site: Site, request: Request, name: str, items: Sequence[Item]) -> Ticket:
     """Give *items*, all of one form, to the engine: see `submit`. Raises Problem."""
     if items[0].params.structured_outputs is None:
-        return await submit(site.desk, name, items)
-    if site.form_slots.locked():
+        ticket = await submit(site.desk, name, items)
+    elif site.form_slots.locked():
         raise unavailable("too many grammars wait to be compiled", "overloaded", 1)
-    async with site.form_slots:
-        return await submit(site.desk, name, items)
+    else:
+        async with site.form_slots:
+            ticket = await submit(site.desk, name, items)
+    if site.farewell is not None:
+        ticket.farewell = site.farewell(request.headers)
+    return ticket
 
 
 def check_quotas(site: Site, params: SamplingParams) -> None:

@@ -94,7 +94,7 @@ async def generate(site: Site, request: Request) -> ASGIApp:
         raise invalid("token_ids", "token_ids: has no tokens")
     items = items_of(site, [tuple(body.token_ids)], params, salt_of(request.scope, body.cache_salt))
     head = {"request_id": new_name("gen", request, body.request_id), "model": site.names[0]}
-    ticket = await enter(site, head["request_id"], items)
+    ticket = await enter(site, request, head["request_id"], items)
     asked = _Asked(site, ticket, head, params.n, params.logprobs, options)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
 
