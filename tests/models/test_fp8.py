@@ -19,6 +19,7 @@ from agentinfer.models import checkpoint, fp8
 from agentinfer.models.fields import Fields
 from agentinfer.models.model import load_model
 from agentinfer.models.weights import tree_leaves
+from agentinfer.ops import scaled
 from agentinfer.ops.comm import Ranks, Threads, alone
 from models import drive
 
@@ -217,7 +218,7 @@ def test_parts() -> None:
         (slice(256, 300), slice(3, 4)),
     ):
         cover = scales[fp8.covering(rows), fp8.covering(columns)]
-        got = fp8.dequantized(stored[rows, columns], cover, (rows.start, columns.start))
+        got = scaled.dequantized(stored[rows, columns], cover, (rows.start, columns.start))
         assert torch.equal(got, whole[rows, columns])
 
 

@@ -32,6 +32,7 @@ from agentinfer.ops.mla import LatentShape
 from agentinfer.ops.moe import Routing
 from agentinfer.ops.provide import LayerShape, Ops, Stream
 from agentinfer.ops.rope import cos_sin
+from agentinfer.ops.scaled import Scaled
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +68,14 @@ class PackedLatentLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
     attn_norm: A
-    down: A
+    down: A | Scaled[A]
     """Rows: the query or its latent, then the latent and the rope key of keys and values."""
     q_norm: A | None
-    q_up: A | None
+    q_up: A | Scaled[A] | None
     kv_norm: A
     kv_b: A
-    """[N * (U + O), L] as packed, [N, U + O, L] in Deepseek."""
-    o: A
+    """[N * (U + O), L] as packed, [N, U + O, L] in Deepseek. Never in 8 bits: it goes into queries and outputs."""
+    o: A | Scaled[A]
     ffn_norm: A
     ffn: PackedMlp[A] | PackedExperts[A]
 
@@ -94,14 +95,14 @@ def specs(c: DeepseekConfig) -> Weights[LatentLayer[Spec], Spec]:
         ffn = p + "mlp."
         return LatentLayer(
             attn_norm=Spec(p + "input_layernorm.weight", (d,), kind="norm"),
-            q=Spec(a + "q_proj.weight", (q_rows, d), 0, q_head) if rank is None else None,
-            q_down=None if rank is None else Spec(a + "q_a_proj.weight", (rank, d)),
+            q=Spec(a + "q_proj.weight", (q_rows, d), 0, q_head, quantizable=True) if rank is None else None,
+            q_down=None if rank is None else Spec(a + "q_a_proj.weight", (rank, d), quantizable=True),
             q_norm=None if rank is None else Spec(a + "q_a_layernorm.weight", (rank,), kind="norm"),
-            q_up=None if rank is None else Spec(a + "q_b_proj.weight", (q_rows, rank), 0, q_head),
-            kv_down=Spec(a + "kv_a_proj_with_mqa.weight", (c.kv_lora_rank + c.rope_dim, d)),
+            q_up=None if rank is None else Spec(a + "q_b_proj.weight", (q_rows, rank), 0, q_head, quantizable=True),
+            kv_down=Spec(a + "kv_a_proj_with_mqa.weight", (c.kv_lora_rank + c.rope_dim, d), quantizable=True),
             kv_norm=Spec(a + "kv_a_layernorm.weight", (c.kv_lora_rank,), kind="norm"),
             kv_up=Spec(a + "kv_b_proj.weight", (c.num_heads * kv_head, c.kv_lora_rank), 0, kv_head),
-            o=Spec(a + "o_proj.weight", (d, c.num_heads * c.value_dim), 1, c.value_dim),
+            o=Spec(a + "o_proj.weight", (d, c.num_heads * c.value_dim), 1, c.value_dim, quantizable=True),
             ffn_norm=Spec(p + "post_attention_layernorm.weight", (d,), kind="norm"),
             ffn=(
                 mlp.expert_specs(c.experts, ffn, d)

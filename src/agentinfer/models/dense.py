@@ -25,6 +25,7 @@ from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import Donated, KvCache, KvLayout, LayerKv, gqa
 from agentinfer.ops.provide import Ops, Stream
 from agentinfer.ops.rope import cos_sin
+from agentinfer.ops.scaled import Scaled
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -59,16 +60,16 @@ class PackedLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
     attn_norm: A
-    qkv: A
+    qkv: A | Scaled[A]
     qkv_bias: A | None
     q_norm: A | None
     k_norm: A | None
-    o: A
+    o: A | Scaled[A]
     o_bias: A | None
     ffn_norm: A
-    gate_up: A
+    gate_up: A | Scaled[A]
     gate_up_bias: A | None
-    down: A
+    down: A | Scaled[A]
     down_bias: A | None
 
 
@@ -84,17 +85,21 @@ def specs(c: DenseConfig) -> Weights[DenseLayer[Spec], Spec]:
     def bias_of(weight: Spec, there: bool) -> Spec | None:
         """Cut as the rows of *weight* are; whole, to be added once, where its columns are cut."""
         name, cut = weight.name.removesuffix("weight") + "bias", 0 if weight.cut == 0 else None
-        return evolve(weight, name=name, shape=weight.shape[:1], cut=cut, kind="bias") if there else None
+        return (
+            evolve(weight, name=name, shape=weight.shape[:1], cut=cut, kind="bias", quantizable=False)
+            if there
+            else None
+        )
 
     def layer(i: int) -> DenseLayer[Spec]:
         p = f"model.layers.{i}."
-        q = Spec(p + "self_attn.q_proj.weight", (q_rows, d), 0, h)
-        k = Spec(p + "self_attn.k_proj.weight", (kv_rows, d), 0, h, share=True)
-        v = Spec(p + "self_attn.v_proj.weight", (kv_rows, d), 0, h, share=True)
-        o = Spec(p + "self_attn.o_proj.weight", (d, q_rows), 1, h)
-        gate = Spec(p + "mlp.gate_proj.weight", (f, d), 0, pad=True)
-        up = Spec(p + "mlp.up_proj.weight", (f, d), 0, pad=True)
-        down = Spec(p + "mlp.down_proj.weight", (d, f), 1, pad=True)
+        q = Spec(p + "self_attn.q_proj.weight", (q_rows, d), 0, h, quantizable=True)
+        k = Spec(p + "self_attn.k_proj.weight", (kv_rows, d), 0, h, share=True, quantizable=True)
+        v = Spec(p + "self_attn.v_proj.weight", (kv_rows, d), 0, h, share=True, quantizable=True)
+        o = Spec(p + "self_attn.o_proj.weight", (d, q_rows), 1, h, quantizable=True)
+        gate = Spec(p + "mlp.gate_proj.weight", (f, d), 0, pad=True, quantizable=True)
+        up = Spec(p + "mlp.up_proj.weight", (f, d), 0, pad=True, quantizable=True)
+        down = Spec(p + "mlp.down_proj.weight", (d, f), 1, pad=True, quantizable=True)
         return DenseLayer(
             attn_norm=Spec(p + "input_layernorm.weight", (d,), kind="norm"),
             q=q,

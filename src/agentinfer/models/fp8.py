@@ -1,27 +1,38 @@
 """Weights stored as 8-bit floats with a scale for each block of 128 x 128, as DeepSeek-V3's are.
 
 `X.weight` (F8_E4M3) is what is stored, `X.weight_scale_inv` what its blocks are to be *multiplied* by, whatever the
-name says. The blocks at the right and the lower edge may be smaller. Read back they are float32, rounded once by who
-holds them.
+name says. The blocks at the right and the lower edge may be smaller. Held in the model's dtype they are multiplied out
+in float32 and rounded once; or they are held as they are (`ops/scaled`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
-import torch
-from torch import Tensor
-
 from agentinfer.models.fields import Fields
+from agentinfer.ops.scaled import BLOCK
 
-__all__ = ["BLOCK", "SCALES", "STORED", "check_quantization", "covering", "dequantized", "scales_shape"]
+__all__ = [
+    "DEQUANTIZE", "FP8", "NATIVE", "SCALES", "STORED", "check_quantization", "covering", "is_quantized", "scales_shape",
+]  # fmt: skip
 
-BLOCK: Final = 128
-"""Rows and columns of a block."""
 SCALES: Final = "_scale_inv"
 """What the key of the scales has behind that of their weight."""
 STORED: Final = "F8_E4M3"
 """As safetensors names the dtype."""
+DEQUANTIZE: Final = "dequantize"
+"""Held in the model's dtype, multiplied out once."""
+NATIVE: Final = "native"
+"""Held in 8 bits, with their scales."""
+FP8: Final = (DEQUANTIZE, NATIVE)
+
+
+def is_quantized(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are in 8 bits; in which way is `check_quantization`'s."""
+    nested: object = raw.get("text_config")
+    places = (raw, cast("dict[str, Any]", nested) if isinstance(nested, dict) else {})
+    return any(place.get("quantization_config") is not None for place in places)
 
 
 def check_quantization(f: Fields) -> None:
@@ -47,14 +58,3 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def covering(part: slice) -> slice:
     """The blocks that numbers *part* of an axis lie in."""
     return slice(part.start // BLOCK, -(-part.stop // BLOCK))
-
-
-def dequantized(stored: Tensor, scales: Tensor, first: tuple[int, ...]) -> Tensor:
-    """A part of a weight in float32. *stored* begins at row and column *first* of the whole; *scales* are those of the
-    blocks that cover it.
-    """
-    out = stored.to(torch.float32)
-    for axis, start in enumerate(first):
-        block = torch.arange(start, start + stored.shape[axis], device=stored.device) // BLOCK - start // BLOCK
-        scales = scales.index_select(axis, block)
-    return out.mul_(scales.to(torch.float32))

@@ -15,9 +15,11 @@ from torch import Tensor
 from agentinfer.errors import InvalidSetting
 from agentinfer.models.expert_config import ExpertConfig
 from agentinfer.models.weights import Spec
+from agentinfer.ops import scaled
 from agentinfer.ops.comm import Group, Ranks
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.provide import Ops, Stream
+from agentinfer.ops.scaled import Scaled
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -46,9 +48,9 @@ class Experts(Generic[A]):
 class PackedMlp(Generic[A]):
     """A gated MLP as forward reads it."""
 
-    gate_up: A
+    gate_up: A | Scaled[A]
     """[2F, D], gate first."""
-    down: A
+    down: A | Scaled[A]
 
 
 @frozen(eq=False)
@@ -57,9 +59,9 @@ class PackedExperts(Generic[A]):
 
     router: A
     bias: A | None
-    gate_up: A
+    gate_up: A | Scaled[A]
     """[E * 2F, D] as packed, [E, 2F, D] once `stacked`."""
-    down: A
+    down: A | Scaled[A]
     """[E * D, F] as packed, [E, D, F] once `stacked`."""
     shared: PackedMlp[A] | None
 
@@ -67,9 +69,9 @@ class PackedExperts(Generic[A]):
 def mlp_specs(prefix: str, hidden: int, width: int, expert: tuple[int, int] | None = None) -> Mlp[Spec]:
     """The weights of an MLP under *prefix*, cut by width. *expert*: which one of how many it is, if it is one."""
     return Mlp(
-        gate=Spec(prefix + "gate_proj.weight", (width, hidden), 0, pad=True, expert=expert),
-        up=Spec(prefix + "up_proj.weight", (width, hidden), 0, pad=True, expert=expert),
-        down=Spec(prefix + "down_proj.weight", (hidden, width), 1, pad=True, expert=expert),
+        gate=Spec(prefix + "gate_proj.weight", (width, hidden), 0, pad=True, expert=expert, quantizable=True),
+        up=Spec(prefix + "up_proj.weight", (width, hidden), 0, pad=True, expert=expert, quantizable=True),
+        down=Spec(prefix + "down_proj.weight", (hidden, width), 1, pad=True, expert=expert, quantizable=True),
     )
 
 
@@ -116,7 +118,7 @@ def stacked(w: PackedMlp[Tensor] | PackedExperts[Tensor]) -> PackedMlp[Tensor] |
     if isinstance(w, PackedMlp):
         return w
     hidden, width = w.gate_up.shape[1], w.down.shape[1]
-    return evolve(w, gate_up=w.gate_up.view(-1, 2 * width, hidden), down=w.down.view(-1, hidden, width))
+    return evolve(w, gate_up=scaled.stacked(w.gate_up, 2 * width), down=scaled.stacked(w.down, hidden))
 
 
 def expert_shape(c: ExpertConfig, tp: int) -> ExpertShape | None:

@@ -22,9 +22,10 @@ from agentinfer.models.checkpoint import Checkpoint, open_checkpoint
 from agentinfer.models.config import CONFIG, DTYPES, architecture_of, check_tp, eos_ids, read_dense
 from agentinfer.models.deepseek_config import check_tp as check_latent_tp
 from agentinfer.models.deepseek_config import read_deepseek
+from agentinfer.models.eight_bits import in_8_bits, quantized_tensors
 from agentinfer.models.expert_config import ExpertConfig
 from agentinfer.models.folder import read_json
-from agentinfer.models.fp8 import SCALES
+from agentinfer.models.fp8 import DEQUANTIZE, FP8, NATIVE, SCALES, is_quantized
 from agentinfer.models.mlp import check_spread
 from agentinfer.models.weights import (
     STORED_DTYPES,
@@ -47,7 +48,7 @@ from agentinfer.ops.moe import ExpertShape
 from agentinfer.ops.provide import LayerShape
 
 __all__ = [
-    "ARCHITECTURES", "Config", "Model", "WeightSizes", "dummy_model", "eos_ids", "kv_layout", "load_model",
+    "ARCHITECTURES", "Config", "Model", "WeightSizes", "dummy_model", "eos_ids", "held", "kv_layout", "load_model",
     "random_model", "read_config", "weight_sizes",
 ]  # fmt: skip
 
@@ -118,6 +119,10 @@ class Model:
     """(config, tp). Raises InvalidSetting."""
     experts: ExpertConfig | None = None
     """Of the layers that have some."""
+    quantized: bool = False
+    """The checkpoint's matrices are in 8 bits."""
+    fp8: str = DEQUANTIZE
+    """How those are held: one of FP8."""
 
     def forward_through(self, wrap: Callable[[Layer], Layer]) -> Forward:
         """`forward`, whose layers are run by what *wrap* makes of `layer`, once."""
@@ -134,12 +139,16 @@ class Model:
         return self.pack(self.specs(self.config), Fused)
 
     def packed_on(self, ranks: int, *, ep: bool) -> Any:
-        """`packed`, where *ep* says so with the experts spread. Raises InvalidSetting if *ranks* can not share it."""
+        """`packed`, where *ep* says so with the experts spread, and in 8 bits if `fp8` says that.
+
+        Raises InvalidSetting if *ranks* can not share it.
+        """
         self.check_tp(self.config, ranks)
-        if not ep:
-            return self.packed
-        check_spread(self.experts, self.name, ranks)
-        return spread_experts(self.packed)
+        packed = self.packed
+        if ep:
+            check_spread(self.experts, self.name, ranks)
+            packed = spread_experts(packed)
+        return in_8_bits(packed, ranks) if self.fp8 == NATIVE else packed
 
     def shape_on(self, ranks: int, *, ep: bool) -> HeadShape | LayerShape:
         """What the layers of one of *ranks* are made of."""
@@ -239,22 +248,32 @@ def read_config(folder: Path) -> Model:
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{folder / CONFIG}: architectures: {name} is not supported; supported are {known}")
-    return ARCHITECTURES[name](raw, folder)
+    return evolve(ARCHITECTURES[name](raw, folder), quantized=is_quantized(raw))
+
+
+def held(model: Model, fp8: str) -> Model:
+    """*model*, whose matrices in 8 bits are held as *fp8* says. Raises InvalidSetting if it has none to be held so."""
+    if fp8 not in FP8:
+        raise InvalidSetting("fp8", f"{fp8!r} is none of {', '.join(FP8)}")
+    if fp8 == NATIVE and not model.quantized:
+        why = "config.json has no quantization_config: the checkpoint's weights are not in 8 bits"
+        raise InvalidSetting("fp8", f"native: {model.name}: {why}")
+    return evolve(model, fp8=fp8)
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None
+    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None, fp8: str = DEQUANTIZE
 ) -> tuple[Model, Any]:
     """The model in *folder*, and this rank's packed weights, which its forward takes.
 
     *dtype*: None means config.json's, else that of the stored weights; the Model returned says which it became.
-    *max_positions*: tokens of the longest sequence, None: all that the model is made for.
+    *max_positions*: tokens of the longest sequence, None: all that the model is made for. *fp8*: see `held`.
     Raises CheckpointError naming file and key or field, InvalidSetting for ranks that can not share the model.
     """
-    model = read_config(folder)
+    model = held(read_config(folder), fp8)
     packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     checkpoint = open_checkpoint(folder)
-    found = match(checkpoint, packed, partial(model.rename, model.config))
+    found = match(checkpoint, model.packed, partial(model.rename, model.config))
     if model.config.tied and "lm_head.weight" in checkpoint.tensors:
         _log.warning("%s: lm_head.weight is not used: tie_word_embeddings is true, the embedding is the head", folder)
     model = evolve(model, dtype=_chosen(model, dtype, checkpoint))
@@ -266,7 +285,7 @@ def random_model(model: Model, dtype: torch.dtype, ranks: Ranks, seed: int = 0) 
     """*model* with weights drawn at random, as `load_model` gives it: for tests and benchmarks without a checkpoint."""
     packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     model = evolve(model, dtype=_chosen(model, dtype, None))
-    tensors = random_tensors(model.specs(model.config), seed=seed)
+    tensors = quantized_tensors(packed, random_tensors(model.specs(model.config), seed=seed))
     return model, _ready(model, load_tensors(packed, tensors, ranks.tp, ranks.device, dtype), None)
 
 
@@ -274,7 +293,7 @@ def model_of_tensors(
     model: Model, tensors: Mapping[str, Tensor], ranks: Ranks, max_positions: int | None = None
 ) -> Any:
     """This rank's packed weights of *model* (whose dtype is known), from the whole *tensors* of a checkpoint by their
-    keys. Those of no use are ignored, as in a checkpoint.
+    keys. Those of no use are ignored, as in a checkpoint. A model that is held in 8 bits rounds them to those.
 
     Raises CheckpointError listing what is missing, unexpected or of another shape, and for numbers that are not finite.
     """
@@ -291,20 +310,21 @@ def model_of_tensors(
         raise CheckpointError(f"the tensors are not those of {model.name}: {'; '.join(faults)}")
     with torch.no_grad():
         packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
-        weights = load_tensors(packed, named, ranks.tp, ranks.device, _known(model))
+        weights = load_tensors(packed, quantized_tensors(packed, named), ranks.tp, ranks.device, _known(model))
     return _ready(model, weights, max_positions)
 
 
 def dummy_model(
-    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None
+    folder: Path, dtype: torch.dtype | None, ranks: Ranks, max_positions: int | None = None, fp8: str = DEQUANTIZE
 ) -> tuple[Model, Any]:
     """As `load_model`, of a *folder* that need hold nothing but config.json: the weights are drawn on the device.
 
     Matrices normal(0, 0.02), norms 1, biases 0; any weights in *folder* are not looked at. *dtype*: None means
-    config.json's. Raises CheckpointError naming file and field, InvalidSetting for *dtype* (None, and config.json says
-    none), *max_positions* and ranks that can not share the model.
+    config.json's. *fp8*: see `held`.
+    Raises CheckpointError naming file and field, InvalidSetting for *dtype* (None, and config.json says none),
+    *max_positions*, *fp8* and ranks that can not share the model.
     """
-    model = read_config(folder)
+    model = held(read_config(folder), fp8)
     packed = model.packed_on(ranks.tp.size, ep=ranks.ep)
     if dtype is None and model.dtype is None:
         raise InvalidSetting("dtype", f"{folder / CONFIG} names none, so it must be given with dummy weights")
@@ -327,7 +347,7 @@ def weight_sizes(model: Model, tp: int, dtype: torch.dtype | None = None, *, ep:
     """
     packed = model.packed_on(tp, ep=ep)
     sizes = packed_bytes(packed, _known(model) if dtype is None else dtype, 0, tp)
-    return WeightSizes(num_parameters(packed), sum(sizes), max(sizes))
+    return WeightSizes(num_parameters(model.packed), sum(sizes), max(sizes))
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

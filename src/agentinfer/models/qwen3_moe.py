@@ -28,6 +28,7 @@ from agentinfer.ops.kv import Donated, KvCache, KvLayout, LayerKv
 from agentinfer.ops.moe import Routing
 from agentinfer.ops.provide import LayerShape, Ops, Stream
 from agentinfer.ops.rope import cos_sin
+from agentinfer.ops.scaled import Scaled
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -111,11 +112,11 @@ class PackedMoeLayer(Generic[A]):
     """The weights of one layer, as forward reads them."""
 
     attn_norm: A
-    qkv: A
+    qkv: A | Scaled[A]
     qkv_bias: A | None
     q_norm: A | None
     k_norm: A | None
-    o: A
+    o: A | Scaled[A]
     o_bias: A | None
     ffn_norm: A
     ffn: PackedMlp[A] | PackedExperts[A]

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.checkpoint import MAPPED_BYTES, Checkpoint, Stored, Where, reader
-from agentinfer.models.fp8 import SCALES, covering, dequantized, scales_shape
+from agentinfer.models.fp8 import SCALES, covering, scales_shape
 from agentinfer.models.fp8 import STORED as FP8
 from agentinfer.ops.comm import Group
+from agentinfer.ops.scaled import FLOAT8, LARGEST, dequantized
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 _WIDEST = 4  # bytes a stored number, at most
+_EIGHT_BIT_STD = 64.0  # of what 8 bits hold of dummy weights: their largest number, 448, is seven of it
 
 
 @frozen
@@ -68,8 +70,10 @@ class Spec:
     """Not cut: the rank that has its expert holds all of it, the others no row of it."""
     dtype: torch.dtype | None = None
     """None: the model's."""
-    kind: Literal["matrix", "norm", "bias"] = "matrix"
-    """What random test weights look like."""
+    kind: Literal["matrix", "norm", "bias", "scales"] = "matrix"
+    """What random test weights look like; "scales" are those of a matrix in 8 bits, named as it with SCALES behind."""
+    quantizable: bool = False
+    """May be held in 8 bits."""
 
 
 @frozen
@@ -236,22 +240,33 @@ def load(packed: Any, found: Mapping[str, Stored], tp: Group, device: torch.devi
     """Read this rank's part of every weight of *packed* (a tree of Fused), as a tree of Tensor on *device*.
 
     Reads only what this rank holds, a few MiB at a time: little more than the weights themselves is ever in memory.
-    What is stored in 8 bits is multiplied out in float32 and rounded to *dtype* once.
-    Raises CheckpointError naming file and key for numbers that are not finite, in the file or once cast.
+    What is stored in 8 bits is multiplied out in float32 and rounded to *dtype* once, unless *packed* wants it so.
+    Raises CheckpointError naming file and key for numbers that are not finite, in the file or once cast, and for a
+    weight that is wanted in 8 bits and not stored so.
     """
     with reader() as read_stored:
 
         def read(spec: Spec, where: Where) -> Tensor:
-            stored = found[spec.name]
+            stored = found[spec.name.removesuffix(SCALES)]
+            if spec.kind == "scales" or spec.dtype == FLOAT8:
+                return read_stored(_in_8_bits(stored, spec), where)
             if stored.scales is None:
                 return read_stored(stored, where)
             scales = read_stored(stored.scales, tuple(covering(part) for part in where))
             return dequantized(read_stored(stored, where), scales, tuple(part.start for part in where))
 
         def label(spec: Spec) -> str:
-            return f"{found[spec.name].file}: {found[spec.name].key}"
+            stored = found[spec.name.removesuffix(SCALES)]
+            return f"{stored.file}: {stored.key}"
 
         return tree_map(lambda fused: fill(fused, read, tp, device, dtype, label), packed)
+
+
+def _in_8_bits(stored: Stored, spec: Spec) -> Stored:
+    """What is wanted of a weight stored in 8 bits: itself or its scales."""
+    if stored.scales is None:
+        raise CheckpointError(f"{stored.file}: {stored.key} is of {stored.dtype}: fp8 native wants it in 8 bits")
+    return stored.scales if spec.kind == "scales" else stored
 
 
 def load_tensors(
@@ -314,6 +329,9 @@ def _fill_part(place: Tensor, spec: Spec, read: Read, tp: Group) -> None:
 
 
 def _finite(x: Tensor) -> bool:
+    if x.dtype == FLOAT8:  # which torch does not compare: its two NaN have all bits but the sign
+        rows = max(1, MAPPED_BYTES // max(1, x[:1].numel()))
+        return all(not bool(((part & 127) == 127).any()) for part in torch.split(x.view(torch.uint8), rows))
     low, high = torch.aminmax(x)  # both are NaN where any number is: no mask of x's size is made
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -340,8 +358,9 @@ def dummy_tensors(
 ) -> Any:
     """This rank's part of every weight of *packed* (a tree of Fused), drawn on *device*: a tree of Tensor, as `load`.
 
-    Matrices std * randn, norms 1, biases 0, padding 0: the numbers of a model before training. No whole tensor ever
-    exists beside its part, and ranks that hold the same part draw the same numbers.
+    Matrices std * randn, norms 1, biases 0, padding 0, the numbers of a model before training; in 8 bits blocks of a
+    matrix differ by their scales, from half of that to one and a half. No whole tensor ever exists beside its part, and
+    ranks that hold the same part draw the same numbers.
     """
 
     def one(fused: Fused) -> Tensor:
@@ -356,12 +375,19 @@ def dummy_tensors(
 
 def _draw(place: Tensor, spec: Spec, tp: Group, std: float, seed: int) -> None:
     """Fill *place* with what this rank holds of *spec*."""
-    if spec.kind != "matrix":
+    if spec.kind in ("norm", "bias"):
         place.fill_(1.0 if spec.kind == "norm" else 0.0)
     else:
         first = 0 if spec.cut is None else part_of(spec, tp.rank, tp.size).start
         key = hashlib.blake2b(f"{seed}/{spec.name}/{first}".encode(), digest_size=8).digest()
-        place.normal_(0.0, std, generator=torch.Generator(place.device).manual_seed(int.from_bytes(key, "little")))
+        noise = torch.Generator(place.device).manual_seed(int.from_bytes(key, "little"))
+        if spec.kind == "scales":  # not all alike, so that one taken for another shows
+            place.uniform_(0.5 * std / _EIGHT_BIT_STD, 1.5 * std / _EIGHT_BIT_STD, generator=noise)
+        elif place.dtype == FLOAT8:
+            drawn = torch.empty(place.shape, dtype=torch.float32, device=place.device)
+            place.copy_(drawn.normal_(0.0, _EIGHT_BIT_STD, generator=noise).clamp_(-LARGEST, LARGEST))
+        else:
+            place.normal_(0.0, std, generator=noise)
     if spec.cut is not None:
         part = part_of(spec, tp.rank, tp.size)
         held = part.stop - part.start

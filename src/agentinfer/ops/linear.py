@@ -7,20 +7,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from agentinfer.ops.comm import Group
+from agentinfer.ops.scaled import Scaled, Weight, scaled_linear
 
 
-def linear(x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None = None) -> Tensor:
+def linear(x_TD: Tensor, weight_XD: Weight, bias_X: Tensor | None = None) -> Tensor:
     """x @ weight^T (+ bias), [T, X] of x's dtype. Accumulates in float32."""
+    if isinstance(weight_XD, Scaled):
+        return scaled_linear(x_TD, weight_XD, bias_X)
     return functional.linear(x_TD, weight_XD, bias_X)
 
 
-def row_parallel(x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None, group: Group) -> Tensor:
+def row_parallel(x_TD: Tensor, weight_XD: Weight, bias_X: Tensor | None, group: Group) -> Tensor:
     """`linear` with its input width cut over *group*: partial products are summed over the ranks, the bias added once
     after.
     """
     if group.size == 1:
-        return functional.linear(x_TD, weight_XD, bias_X)
-    y = group.all_reduce_sum(functional.linear(x_TD, weight_XD))
+        return linear(x_TD, weight_XD, bias_X)
+    y = group.all_reduce_sum(linear(x_TD, weight_XD))
     return y if bias_X is None else y + bias_X
 
 

@@ -15,7 +15,9 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
+from agentinfer.ops.linear import linear
 from agentinfer.ops.norm import silu_and_mul
+from agentinfer.ops.scaled import Weight
 
 _LEAST_SUM = 1e-20  # added to the sum that weights are divided by: scores of a sigmoid may all be 0
 
@@ -97,7 +99,7 @@ def _best_groups(choice_TE: Tensor, r: Routing) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Weight, down_EDF: Weight
 ) -> Tensor:  # fmt: skip
     """The weighted sum of each position's experts, [T, D] float32. No position is dropped. -1 is nobody: another rank
     has it.
@@ -115,8 +117,8 @@ def experts(
         if not count:
             continue
         span = slice(first, first + count)
-        act = silu_and_mul(functional.linear(x_TD.index_select(0, rows[span]), gate_up_EFD[expert]))
-        y = functional.linear(act, down_EDF[expert]).to(torch.float32)
+        act = silu_and_mul(linear(x_TD.index_select(0, rows[span]), gate_up_EFD[expert]))
+        y = linear(act, down_EDF[expert]).to(torch.float32)
         out.index_add_(0, rows[span], y * scale[span].unsqueeze(-1))
         first += count
     return out

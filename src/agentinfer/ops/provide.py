@@ -30,6 +30,7 @@ from agentinfer.ops.mla import LatentShape
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.parts import PartRows
 from agentinfer.ops.sample import Sample, SampleRows
+from agentinfer.ops.scaled import Weight
 
 __all__ = [
     "HeadShape", "LayerShape", "Ops", "Primitives", "Stream", "Traced", "composed", "lacking", "reference", "uniform",
@@ -71,6 +72,10 @@ class Traced:
     """What the attention operator of these ops reads of the rows, in its own order. Not for a compiler to look at."""
 
 
+Matrix = Any
+"""A weight of a product: Tensor, or Scaled where the maker has products in 8 bits, which `choose` knows."""
+
+
 @frozen(eq=False)
 class Primitives:
     """The numeric kernels that the calls of a layer are composed of. Each is defined by its torch reference of that
@@ -88,7 +93,7 @@ class Primitives:
     """(k, v, kv, slots)."""
     paged_attention: Callable[[Tensor, LayerKv, Inputs, float, int | None], Tensor]
     """(q, kv, inputs, scale, window) -> [T, N, D]."""
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
     """(x, weight, bias)."""
 
 
@@ -97,11 +102,11 @@ Attend = Callable[
     Tensor,
 ]
 NormLatent = Callable[
-    [Stream, Tensor, Tensor, Tensor | None, Tensor | None, LatentShape, float, float], tuple[Tensor, Tensor, Stream]
+    [Stream, Tensor, Matrix, Tensor | None, Matrix | None, LatentShape, float, float], tuple[Tensor, Tensor, Stream]
 ]
 AttendLatent = Callable[[Tensor, Tensor, LayerKv, Inputs, LatentShape, Tensor, Tensor, Tensor, float, float], Tensor]
 NormRoute = Callable[[Stream, Tensor, Tensor, Tensor | None, Routing, float], tuple[Tensor, Tensor, Tensor, Stream]]
-ExpertsAdd = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Stream, Group], Stream]
+ExpertsAdd = Callable[[Tensor, Tensor, Tensor, Matrix, Matrix, Matrix | None, Matrix | None, Stream, Group], Stream]
 
 RowStep = Callable[
     [Any, HeadShape, Sequence[int | None], float, float, Group, Sequence[LayerKv], Inputs],
@@ -116,16 +121,16 @@ class Ops:
     name: str
     embed: Callable[[Tensor, Tensor, Group], Stream]
     """(ids_T, weight_VD, group): rows of the vocabulary-parallel table."""
-    norm_qkv: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
+    norm_qkv: Callable[[Stream, Tensor, Matrix, Tensor | None, float], tuple[Tensor, Stream]]
     """(stream, norm_D, weight_XD, bias_X, eps) -> (qkv_TX, stream): rows Q heads, K heads, V heads, local."""
     attend: Attend
     """(qkv_TX, kv, inputs, shape, cos_sin, q_norm_D, k_norm_D, eps, scale, window) -> [T, N * D]: q/k norm a head, neox
     rope, KV write, attention."""
-    out_add: Callable[[Tensor, Tensor, Tensor | None, Stream, Group], Stream]
+    out_add: Callable[[Tensor, Matrix, Tensor | None, Stream, Group], Stream]
     """(attn_TX, weight_DX, bias_D, stream, group): row parallel, summed over the ranks, bias once."""
-    norm_gate_up: Callable[[Stream, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Stream]]
+    norm_gate_up: Callable[[Stream, Tensor, Matrix, Tensor | None, float], tuple[Tensor, Stream]]
     """(stream, norm_D, weight, bias, eps) -> (silu(gate) * up [T, F], stream); gate rows first."""
-    down_add: Callable[[Tensor, Tensor, Tensor | None, Stream, Group], Stream]
+    down_add: Callable[[Tensor, Matrix, Tensor | None, Stream, Group], Stream]
     """(act_TF, weight_DF, bias_D, stream, group): as out_add."""
     norm_head: Callable[[Stream, Tensor, Tensor, Tensor, float, Group, int], Tensor]
     """(stream, samples_S, norm_D, weight_VD, eps, group, vocab_size) -> [S, vocab_size] float32."""
@@ -164,7 +169,7 @@ def _embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
     return Stream(linear.embedding(ids_T, weight_VD, group), None)
 
 
-def _row_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, group: Group) -> Stream:
+def _row_add(x: Tensor, weight: Weight, bias: Tensor | None, stream: Stream, group: Group) -> Stream:
     y = linear.row_parallel(x, weight, bias, group)
     if stream.pending_TD is not None:
         y += stream.pending_TD
@@ -182,13 +187,13 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
     """The calls of a layer, composed of *p*; *attend* replaces the one that would be."""
 
     def norm_linear(
-        stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        stream: Stream, norm_D: Tensor, weight: Weight, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Stream]:
         normed, stream = _normed(p, stream, norm_D, eps)
         return p.linear(normed, weight, bias), stream
 
     def norm_gate_up(
-        stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        stream: Stream, norm_D: Tensor, weight: Weight, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Stream]:
         gate_up, stream = norm_linear(stream, norm_D, weight, bias, eps)
         return p.silu_and_mul(gate_up), stream
@@ -234,7 +239,7 @@ def composed(name: str, p: Primitives, attend: Attend | None = None) -> Ops:
 
 
 def _norm_latent(
-    p: Primitives, stream: Stream, norm_D: Tensor, down_AD: Tensor, q_norm: Tensor | None, q_up: Tensor | None,
+    p: Primitives, stream: Stream, norm_D: Tensor, down_AD: Weight, q_norm: Tensor | None, q_up: Weight | None,
     shape: LatentShape, eps: float, latent_eps: float,
 ) -> tuple[Tensor, Tensor, Stream]:  # fmt: skip
     normed, stream = _normed(p, stream, norm_D, eps)
@@ -270,8 +275,8 @@ def _norm_route(
 
 
 def _experts_add(
-    p: Primitives, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, stream: Stream, group: Group,
+    p: Primitives, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Weight, down_EDF: Weight,
+    shared_gate_up: Weight | None, shared_down: Weight | None, stream: Stream, group: Group,
 ) -> Stream:  # fmt: skip
     y = moe.experts(normed, weights_TK, experts_TK, gate_up_EFD, down_EDF)
     if (shared_gate_up is None) != (shared_down is None):
