@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from agentinfer import ranks
+from agentinfer import lead, ranks
 
 
 def act(kind: str) -> None:
@@ -29,7 +29,7 @@ def act(kind: str) -> None:
 
 def plant(kind: str, rank: int, step: int) -> None:
     """Make *rank* fail: in the launch of *step*, while it loads its weights if that is -1."""
-    launch, build = ranks.launch, ranks.build
+    launch, build = lead.launch, ranks.build
 
     def faulty_launch(m: Any, device: Any, plan: Any) -> Any:
         if (m.ranks.tp.rank, plan.step) == (rank, step):
@@ -41,5 +41,5 @@ def plant(kind: str, rank: int, step: int) -> None:
             act(kind)
         return build(*args, ranks=ranks, **more)
 
-    ranks.launch, ranks.build = faulty_launch, faulty_build
+    lead.launch, ranks.build = faulty_launch, faulty_build
     ranks.child()

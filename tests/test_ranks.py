@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import load_file
 
 import deepseeks
 import tiny
-from agentinfer import graphs, speculative
+from agentinfer import graphs, scoring, speculative
 from agentinfer.build import Settings, build
-from agentinfer.errors import AgentInferError
+from agentinfer.errors import AgentInferError, CheckpointError, InvalidRequest
+from agentinfer.lead import LOAD_S, Diverged, Lead, follow
 from agentinfer.lifeline import Beat, late
-from agentinfer.loop import Engine, Result, generate, open_engine, start
+from agentinfer.loop import Engine, Result, generate, open_engine, run, start
 from agentinfer.models.model import kv_layout, load_model
 from agentinfer.ops.comm import Group, Pulse, Ranks, Threads, alone, connect, open_store
 from agentinfer.ops.inputs import by_hand, remember, stage
@@ -28,14 +30,15 @@ from agentinfer.ops.kv import allocate
 from agentinfer.ops.parts import choose_parts
 from agentinfer.ops.provide import reference
 from agentinfer.ops.sample import idle
-from agentinfer.ranks import Diverged, Lead, follow
 from agentinfer.sampling import edited
+from agentinfer.scoring import score
 from agentinfer.speculative import Tally, draft_model
 from agentinfer.state.engine import EngineState, digest
 from agentinfer.state.plan import Plan
 from agentinfer.state.policy import Policy, reserve, throughput
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.steps import Device, Flight, Machine, decode_step, in_parts
+from agentinfer.swap import swap_weights
 
 SETTINGS = Settings(device="cpu", block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16, seed=7)
 PROMPTS = [[1, 2, 3], [5] * 21, [9, 8, 7, 6], [1, 2, 3, 4, 5], [11, 12]]
@@ -122,6 +125,7 @@ def together(
     settings: Settings = SETTINGS,
     follower: Policy = throughput,
     change: Callable[[Machine], Machine] = lambda m: m,
+    weights: Callable[[], Any] | None = None,
 ) -> tuple[Any, list[list[str]]]:
     """What *drive* makes of rank 0's engine, and the digests of the states of each rank, one a step."""
     lines: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
@@ -143,9 +147,10 @@ def together(
         machine, device = build(folder, settings, (), policy, ranks=of(group, ep=settings.ep))
         machine = change(machine)
         if group.rank:
-            return digest(follow(machine, device, hear(group.rank), Pulse()))
+            return digest(follow(machine, device, hear(group.rank), Pulse(), weights))
         engine = start(machine, device)
-        engine.lead = lead = Lead(tell, Pulse())
+        lead = Lead(tell, Pulse())
+        engine.lead, engine.others = lead, lead.beside
         try:
             result = drive(engine)
         except BaseException:
@@ -277,6 +282,152 @@ def test_drafts_reach_all_ranks(folder: Path, wanted: dict[str, list[Result]], r
         assert [r.output_ids for r in found[name]] == [r.output_ids for r in wanted[name]], name
     assert 50 < tally.accepted == tally.drafts
     assert set(digests[1]) <= set(digests[0])
+
+
+@GROUPS
+def test_scores_are_those_of_one_rank(folder: Path, size: int, kind: Callable[..., list[Any]]) -> None:
+    """Log-probabilities, ranks and alternatives, in the middle of a run, in one pass and in many; nothing else is
+    changed by them.
+    """
+    texts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], list(range(60)), [96, 95, 0]]
+
+    def drive(engine: Engine) -> Any:
+        seqs = [engine.add(Request(tuple(prompt), params(temperature=0.7, seed=5))) for prompt in PROMPTS]
+        for _ in range(4):
+            engine.step()
+        found = score(engine, texts, top=5)
+        ends = {done.seq: done.output for done in run(engine, seqs)}
+        return found + score(engine, texts[:1]), [ends[seq] for seq in seqs]
+
+    want, outputs = drive(open_engine(folder, SETTINGS))
+    (got, told), digests = together(folder, size, kind, drive)
+    assert told == outputs
+    assert set(digests[1]) <= set(digests[0])
+    assert [len(one.logprobs) for one in got] == [7, 0, 59, 2, 7]
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+        np.testing.assert_allclose(mine.top_logprobs, theirs.top_logprobs, atol=1e-5)
+        np.testing.assert_array_equal(mine.ranks, theirs.ranks)
+        np.testing.assert_array_equal(mine.top_ids, theirs.top_ids)
+
+
+def test_what_can_not_be_scored_is_refused_before_the_others_hear_of_it(folder: Path) -> None:
+    """A token that is none leaves all ranks as they were."""
+
+    def drive(engine: Engine) -> Any:
+        with pytest.raises(InvalidRequest, match="token id 97"):
+            score(engine, [[97, 1]])
+        return [r.output_ids for r in generate(engine, PROMPTS, params())]
+
+    assert together(folder, 2, threads, drive)[0] == drive(open_engine(folder, SETTINGS))
+
+
+def test_a_score_that_is_interrupted_can_not_be_gone_on_from(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The others have begun it: what comes next is refused, by name, instead of hanging."""
+    judge = scoring.judge
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def drive(engine: Engine) -> None:
+        monkeypatch.setattr(scoring, "judge", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            score(engine, [[1, 2, 3]])
+        monkeypatch.setattr(scoring, "judge", judge)
+        for again in (lambda: score(engine, [[1, 2]]), lambda: generate(engine, PROMPTS, params())):
+            with pytest.raises(AgentInferError, match="score: it was interrupted, but other ranks have begun it"):
+                again()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        together(folder, 2, threads, drive)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `folder` with other weights."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, x in tensors.items():
+            if x.dim() == 2:
+                x.add_(0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(len(name))))
+
+    return tiny.write_tiny(tmp_path_factory.mktemp("trained"), change, vocab_size=97, intermediate_size=98)
+
+
+@GROUPS
+@pytest.mark.parametrize("recompute", [True, False])
+def test_new_weights_reach_all_ranks(
+    folder: Path, trained: Path, size: int, kind: Callable[..., list[Any]], recompute: bool
+) -> None:
+    """From a folder, in the middle of a run: tokens, versions and scores are those of one rank, more than once."""
+
+    def drive(engine: Engine) -> Any:
+        found: list[Any] = []
+        for version, source in enumerate((trained, folder, str(trained)), 1):
+            seqs = [engine.add(Request(tuple(prompt), params())) for prompt in PROMPTS]
+            for _ in range(4):
+                engine.step()
+            assert swap_weights(engine, source, recompute=recompute) == version
+            found += [np.round(one.logprobs, 4).tolist() for one in score(engine, PROMPTS)]
+            ends = {done.seq: done for done in run(engine, seqs)}
+            found += [(ends[seq].output, ends[seq].versions) for seq in seqs]
+        return found
+
+    want = drive(open_engine(folder, SETTINGS))
+    got, digests = together(folder, size, kind, drive)
+    assert got == want
+    assert set(digests[1]) <= set(digests[0])
+
+
+def test_each_rank_gives_its_own_tensors(folder: Path, trained: Path) -> None:
+    """Where rank 0 swaps to tensors, the others are asked for theirs."""
+    tensors = load_file(trained / "model.safetensors")
+
+    def drive(engine: Engine) -> Any:
+        swap_weights(engine, tensors)
+        return [r.output_ids for r in generate(engine, PROMPTS, params())]
+
+    want = [r.output_ids for r in generate(open_engine(trained, SETTINGS), PROMPTS, params())]
+    assert together(folder, 2, threads, drive, weights=lambda: tensors)[0] == want
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        (1, None, r"^rank 1: has no weights of its own"),
+        (1, dict, r"^rank 1: .*missing"),
+        (0, None, r"^the tensors are not .*missing"),
+        ("nowhere", None, r"^(?!rank).*nowhere"),
+    ],
+)
+def test_weights_that_one_rank_does_not_have_are_taken_by_none(
+    folder: Path, trained: Path, mine: int | str, theirs: Callable[[], Any] | None, said: str
+) -> None:
+    """Whose are wrong is said, and all go on as they were."""
+    source = mine if isinstance(mine, str) else load_file(trained / "model.safetensors") if mine else {}
+
+    def drive(engine: Engine) -> Any:
+        with pytest.raises(CheckpointError, match=said):
+            swap_weights(engine, source)
+        assert engine.world.state.version == 0
+        return [r.output_ids for r in generate(engine, PROMPTS, params())]
+
+    want = [r.output_ids for r in generate(open_engine(folder, SETTINGS), PROMPTS, params())]
+    assert together(folder, 2, threads, drive, weights=theirs)[0] == want
+
+
+def test_who_waits_for_weights_is_patient() -> None:
+    """To read a checkpoint takes longer than a step may; afterwards steps have their own deadline again."""
+    pulse, told = Pulse(deadline_s=5.0), list[Any]()
+    lead = Lead(told.append, pulse)
+    with lead.beside({"weights": None}):
+        assert pulse.deadline_s == LOAD_S
+    with lead.beside({"score": []}):
+        assert pulse.deadline_s == 5.0
+    assert told == [{"weights": None}, {"score": []}]
 
 
 def test_a_rank_that_plans_otherwise_is_named(folder: Path) -> None:

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from attrs import evolve
 
 import tiny
@@ -31,7 +33,9 @@ from agentinfer.loop import Engine, generate, open_engine
 from agentinfer.ops import comm
 from agentinfer.ops.comm import RankLost
 from agentinfer.ranks import open_ranks
+from agentinfer.scoring import score
 from agentinfer.state.request import SamplingParams
+from agentinfer.swap import swap_weights
 
 TESTS = Path(__file__).parent
 SETTINGS = Settings(device="cpu", num_blocks=64, max_num_seqs=4, seed=7)
@@ -107,6 +111,31 @@ def test_processes_answer_as_one_rank(folder: Path, tp: int) -> None:
             with open_ranks(folder, SETTINGS, tp) as other:
                 assert [r.output_ids for r in generate(other, PROMPTS, params())] == want
         assert [r.output_ids for r in generate(engine, PROMPTS, params())] == want
+
+
+def test_processes_score_swap_and_ask_rank_0s_host(folder: Path, tmp_path: Path) -> None:
+    """What one rank can be asked beside steps, processes can, too; a logits processor is called by rank 0 alone."""
+    other = tiny.write_tiny(tmp_path, lambda tensors: tensors["lm_head.weight"].neg_(), max_position_embeddings=4096)
+    asked: list[int] = []
+
+    def ban(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        asked.append(len(tokens))
+        return logits.index_fill(-1, torch.tensor([int(logits.argmax())]), float("-inf"))
+
+    def drive(engine: Engine) -> Any:
+        plain = generate(engine, PROMPTS, params())
+        second = generate(engine, PROMPTS, evolve(params(), logits_processors="ban"))
+        before, version = score(engine, PROMPTS, top=2), swap_weights(engine, other)
+        found = [r.output_ids for r in (*plain, *second, *generate(engine, PROMPTS, params()))]
+        return found, version, [np.round(one.logprobs, 4).tolist() for one in (*before, *score(engine, PROMPTS))]
+
+    want = drive(open_engine(folder, SETTINGS, processors={"ban": ban}))
+    calls = sorted(asked)
+    asked.clear()
+    with no_child_left(), open_ranks(folder, SETTINGS, 2, processors={"ban": ban}) as engine:
+        assert drive(engine) == want
+    assert sorted(asked) == calls
+    assert want[0][0] != want[0][2]
 
 
 def at_work(folder: Path, tp: int, begun: Callable[[], None] = lambda: None, **more: Any) -> None:

@@ -13,9 +13,8 @@ from attrs import evolve
 
 import toys
 from agentinfer.build import Settings
-from agentinfer.errors import AgentInferError, InvalidRequest
+from agentinfer.errors import InvalidRequest
 from agentinfer.loop import Engine, generate, open_engine, stream
-from agentinfer.ops.comm import alone
 from agentinfer.scoring import Score, groups, score
 from agentinfer.state.check import violations
 from agentinfer.state.engine import digest
@@ -140,15 +139,6 @@ def test_what_can_not_be_scored_is_refused(tmp_path: Path, prompts: Any, top: in
     """By name, before anything is computed."""
     with pytest.raises(InvalidRequest, match=said):
         score(small(write_tiny(tmp_path)), prompts, top)
-
-
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    """The other ranks would wait for a step that they do not hear of."""
-    engine = small(write_tiny(tmp_path))
-    two = evolve(alone(torch.device("cpu")).tp, size=2)
-    engine.machine = evolve(engine.machine, ranks=evolve(engine.machine.ranks, tp=two))
-    with pytest.raises(AgentInferError, match="several ranks"):
-        score(engine, [[1, 2]])
 
 
 def test_a_pass_has_few_logits() -> None:

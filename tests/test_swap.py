@@ -12,10 +12,9 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 from agentinfer.build import Settings
-from agentinfer.errors import AgentInferError, CheckpointError
+from agentinfer.errors import CheckpointError
 from agentinfer.loop import Engine, generate, open_engine, run, stream
 from agentinfer.models.weights import tree_leaves
-from agentinfer.ops.comm import alone
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.sample import choose, survivors
@@ -249,15 +248,6 @@ def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], tmp_pa
     wide = small(write_tiny(tmp_path, intermediate_size=128)).machine.weights
     with pytest.raises(CheckpointError, match="tensor"):
         swap_weights(small(folders[0]), wide)
-
-
-def test_several_ranks_are_refused(folders: tuple[Path, Path]) -> None:
-    """The other ranks would go on with the old ones."""
-    engine = small(folders[0])
-    two = evolve(alone(torch.device("cpu")).tp, size=2)
-    engine.machine = evolve(engine.machine, ranks=evolve(engine.machine.ranks, tp=two))
-    with pytest.raises(AgentInferError, match="several ranks"):
-        swap_weights(engine, folders[1])
 
 
 def test_weights_of_fewer_layers_are_refused(folders: tuple[Path, Path]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from attrs import define, evolve, field
 
@@ -70,9 +72,11 @@ class Engine:
     note: Note = silent
     """Told of what a step did once it is sure; one that raises is told the same event again."""
     lead: Note = silent
-    """Told of each event at once, of Stepped before that step is launched: how rank 0 tells the other ranks (ranks.py).
+    """Told of each event at once, of Stepped before that step is launched: how rank 0 tells the other ranks (lead.py).
     What it raises ends the step.
     """
+    others: Callable[[Mapping[str, Any]], AbstractContextManager[object]] = nullcontext
+    """Has the other ranks do what no state knows of, beside this one for the time of a block (lead.py)."""
     planner: Planner = planned
     """How steps are planned: speculative.py has another way."""
     names: dict[str, SeqId] = field(factory=dict[str, SeqId])

@@ -1,9 +1,4 @@
-"""One engine of several processes: how they start, how rank 0 leads, how the others follow, how all end.
-
-The control plane is replicated: rank 0 alone takes requests, and tells the others each event. They fold the same
-events, plan the same steps and compute their part of them; a plan that is not rank 0's own is an error that names rank
-and step. Sampled tokens never travel here: rank 0's are broadcast by the step itself (steps.py).
-"""
+"""One engine of several processes: how they start, meet and end. What they do meanwhile: lead.py."""
 
 from __future__ import annotations
 
@@ -18,12 +13,10 @@ import sys
 import threading
 import time
 import traceback
-import zlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -32,121 +25,23 @@ from attrs import define, field, frozen
 
 from agentinfer.build import Settings, build, device_of
 from agentinfer.errors import AgentInferError, InvalidSetting
+from agentinfer.lead import LOAD_S, Diverged, Lead, follow
 from agentinfer.lifeline import Lifeline, accept, dial, listen
-from agentinfer.loop import Engine, open_engine, settle, start
+from agentinfer.loop import Engine, open_engine, start
 from agentinfer.models.model import read_config
 from agentinfer.ops.comm import Pulse, RankLost, Ranks, connect, open_store
-from agentinfer.state.commit import flush
-from agentinfer.state.engine import EngineState, digest, initial
-from agentinfer.state.event import Event, Failed, Landed, Stepped
-from agentinfer.state.history import fold
-from agentinfer.state.plan import plan_digest
-from agentinfer.state.schedule import rebase, schedule
-from agentinfer.state.speculate import speculate
-from agentinfer.state.trace import decode_event, encode_event
-from agentinfer.steps import Device, Flight, Machine, finish, launch
+from agentinfer.sampling import Processor
+from agentinfer.state.engine import digest
+from agentinfer.swap import Source
 from agentinfer.text import eos_union, load_text
 
 _log = logging.getLogger(__name__)
-
-Turn = Mapping[str, Any]
-"""What rank 0 tells once a step: {"events": [..]}, the last of which is the step; or {"end": digest of its state}."""
 
 START_S = 120.0
 """Seconds for a process to start, torch to be imported, and all to find each other."""
 STEP_S = 60.0
 """Seconds that a rank may keep others waiting in a step, unless told."""
-_LOAD_S = 1800.0
 _END_S = 5.0
-
-
-class Diverged(AgentInferError, RuntimeError):
-    """A rank came to another plan, or to other tokens, than rank 0."""
-
-
-@define(eq=False)
-class Lead:
-    """What rank 0 notes for the others. Mutable: events wait here for the step that they come before."""
-
-    tell: Callable[[Turn], None]
-    pulse: Pulse
-    waiting: list[dict[str, Any]] = field(factory=list[dict[str, Any]])
-    step: int = -1
-
-    def __call__(self, event: Event, state: EngineState) -> None:
-        """A Note for Engine.lead. Raises RankLost, and AgentInferError for a step that can not be told any more."""
-        match event:
-            case Stepped(drafts):
-                plan = state.last
-                if plan is None or plan.step <= self.step:
-                    raise AgentInferError(f"step {self.step} was interrupted, but other ranks have begun it")
-                self.step = self.pulse.step = plan.step
-                step = {"event": "Stepped", "plan": plan_digest(plan), "drafts": drafts}
-                turn = {"events": [*self.waiting, step]}
-                self.waiting.clear()
-                self.tell(turn)
-            case Landed(step, tokens, bad):
-                self.waiting.append({"event": "Landed", "step": step, "tokens": _checksum(tokens, bad)})
-            case Failed(step, _, reason):
-                raise RankLost(f"rank 0 failed in step {step}: {reason}")
-            case _:
-                self.waiting.append(encode_event(event))
-
-
-def _checksum(tokens: Iterable[int], bad: Iterable[int]) -> int:
-    return zlib.crc32(repr((tuple(tokens), tuple(bad))).encode())
-
-
-def follow(m: Machine, device: Device, turns: Iterable[Turn], pulse: Pulse) -> EngineState:
-    """Do what rank 0 does, as its *turns* say, until it ends; the state that all have come to.
-
-    Raises Diverged, and whatever a step raises: no rank goes on alone.
-    """
-    state, flights = initial(m.limits), deque[Flight]()
-    for turn in turns:
-        if "end" in turn:
-            state = _landed(m, state, flights, turn["events"])
-            _agree(m, state.step, "state", digest(state), turn["end"])
-            return state
-        *before, stepped = turn["events"]
-        state = _landed(m, state, flights, before)
-        state, plan = schedule(state, m.policy)
-        if plan is not None:
-            state, plan = speculate(state, plan, dict(stepped["drafts"]))
-        pulse.step = state.step - 1
-        _agree(m, pulse.step, "plan", "none" if plan is None else plan_digest(plan), stepped["plan"])
-        if plan is not None:
-            flight, device = launch(m, device, rebase(state, plan, device.kv.step))
-            if isinstance(flight, Failed):
-                raise AgentInferError(flight.reason)
-            finished, device, _ = finish(m, device, flight, lambda _seq: None)  # rank 0 knows, and tells
-            if isinstance(finished, Failed):
-                raise AgentInferError(finished.reason)
-            flights.append(finished)
-        state, _ = flush(state)
-    raise RankLost("rank 0 told no end")
-
-
-def _landed(m: Machine, state: EngineState, flights: deque[Flight], events: Iterable[Turn]) -> EngineState:
-    """*state* after what rank 0 heard: from clients, and from the device."""
-    for said in events:
-        if said["event"] != "Landed":
-            state = fold(state, (decode_event(said),))
-            continue
-        state, _ = settle(state, flights.popleft(), partial(_same_tokens, m, said))
-    return state
-
-
-def _same_tokens(m: Machine, said: Turn, event: Event, _state: EngineState) -> None:
-    """A Note of what landed here, compared with what rank 0 *said*."""
-    if not isinstance(event, Landed):
-        raise AgentInferError(f"step {said['step']} failed on rank {m.ranks.tp.rank}: {event}")
-    _agree(m, event.step, "tokens", _checksum(event.tokens, event.bad), said["tokens"])
-
-
-def _agree(m: Machine, step: int, what: str, own: object, wanted: object) -> None:
-    if own != wanted:
-        raise Diverged(f"rank {m.ranks.tp.rank} diverged in step {step}: its {what} ({own}) is not rank 0's ({wanted})")
 
 
 @frozen
@@ -173,25 +68,26 @@ def open_ranks(
     tp: int,
     place: Place | None = None,
     *,
+    processors: Mapping[str, Processor] = MappingProxyType({}),
     step_timeout_s: float = STEP_S,
     leave: Callable[[str], None] = lambda _cause: None,
 ) -> Generator[Engine]:
     """An engine whose model is shared by *tp* processes, of which this one is rank 0. They end with the block.
 
     *place*: of rank 0, where a launcher starts the others; None: they are children of this process, on this host.
-    *step_timeout_s*: how long a rank may keep the others waiting. *leave*: called with the cause, by another thread,
-    if a rank was lost and the block does not end.
+    *processors*: as of open_engine; rank 0 alone calls them. *step_timeout_s*: how long a rank may keep the others
+    waiting. *leave*: called with the cause, by another thread, if a rank was lost and the block does not end.
     Raises InvalidSetting, CheckpointError; RankLost naming the rank that died, raised or did not come, and then the
     engine is of no use any more.
     """
     if tp == 1:
-        yield open_engine(folder, settings)
+        yield open_engine(folder, settings, processors=processors)
         return
     folder = Path(folder)
     model = read_config(folder)
     model.packed_on(tp, ep=settings.ep)  # what can not be shared is said before anybody starts
     check_device(settings, tp if place is None else 1)
-    text, pulse = load_text(folder), Pulse(deadline_s=_LOAD_S)
+    text, pulse = load_text(folder), Pulse(deadline_s=LOAD_S)
     eos = eos_union((), text)
     with ExitStack() as stack:
         here = place if place is not None else Place(0, tp, 0, "127.0.0.1", 0, serve=True, run=secrets.token_hex(8))
@@ -210,9 +106,12 @@ def open_ranks(
         lifeline.died, lifeline.leave = children.fate, leave
         stack.enter_context(_held(lifeline))
         with _threads(settings, tp), _joined(settings, here, store, lifeline) as shared:
-            engine = start(*build(folder, settings, eos, ranks=shared), text)
+            machine, device = build(folder, settings, eos, ranks=shared)
+            engine = start(attrs.evolve(machine, host=attrs.evolve(machine.host, processors=processors)), device, text)
+            del machine, device  # the engine's alone, which gives them up at the end
             pulse.deadline_s = step_timeout_s
-            engine.lead = lead = Lead(lifeline.tell, pulse)
+            lead = Lead(lifeline.tell, pulse)
+            engine.lead, engine.others = lead, lead.beside
             yield engine
             lifeline.check()
             lead.tell({"end": digest(engine.world.state), "events": lead.waiting})
@@ -220,9 +119,18 @@ def open_ranks(
         lifeline.await_goodbyes(_END_S)
 
 
-def follow_rank(folder: Path, settings: Settings, eos: tuple[int, ...], place: Place, step_timeout_s: float) -> None:
-    """Be a rank that is not 0, until rank 0 ends. Raises what open_ranks does, Diverged, and what a step raises."""
-    pulse = Pulse(deadline_s=_LOAD_S)
+def follow_rank(
+    folder: Path,
+    settings: Settings,
+    eos: tuple[int, ...],
+    place: Place,
+    step_timeout_s: float,
+    weights: Callable[[], Source] | None = None,
+) -> None:
+    """Be a rank that is not 0, until rank 0 ends. *weights*: gives this rank's own whenever rank 0 swaps to others than
+    a folder's. Raises what open_ranks does, Diverged, and what a step raises.
+    """
+    pulse = Pulse(deadline_s=LOAD_S)
     store = open_store(place.host, place.port, serve=False, wait_s=START_S)
     met = json.loads(store.get(f"{place.run}/rank0"))
     lifeline = dial(met["host"], met["port"], met["key"], place.rank, place.size, pulse)
@@ -231,7 +139,7 @@ def follow_rank(folder: Path, settings: Settings, eos: tuple[int, ...], place: P
     with _held(lifeline), _threads(settings, place.size), _joined(settings, place, store, lifeline) as shared:
         machine, device = build(folder, settings, eos, ranks=shared)
         pulse.deadline_s = step_timeout_s
-        follow(machine, device, lifeline.told(), pulse)
+        follow(machine, device, lifeline.told(), pulse, weights)
         del machine  # and its graphs, for which NCCL's end would wait
 
 
@@ -256,10 +164,9 @@ def _joined(settings: Settings, place: Place, store: Any, lifeline: Lifeline) ->
     lifeline.give_up = comm.abandon
     lifeline.check()
     if device.type == "cuda":
-        from agentinfer.ops.allreduce import fast_sum, start_fast
+        from agentinfer.ops.allreduce import start_fast
 
-        fast = start_fast(comm, place.rank, store, f"{place.run}/fast", device)
-        comm.fast = None if fast is None else partial(fast_sum, fast)
+        comm.fast = start_fast(comm, place.rank, store, f"{place.run}/fast", device)
     yield Ranks(comm.group(place.rank), ep=settings.ep, device=device)
     if why := comm.close(_END_S):
         _log.warning("the group of rank %d was not shut down: %s", place.rank, why)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from agentinfer.errors import AgentInferError, InvalidRequest
+from agentinfer.errors import InvalidRequest
 from agentinfer.loop import Engine
 from agentinfer.ops.inputs import by_hand, put
 from agentinfer.ops.kv import KvLayout, allocate
@@ -22,7 +22,7 @@ from agentinfer.ops.logprobs import Judged, judge, judged
 from agentinfer.result import Prompt, token_ids
 from agentinfer.state.ids import F32, I32, cdiv
 from agentinfer.state.wanted import most_scored
-from agentinfer.steps import Machine, prefill_step
+from agentinfer.steps import Device, Machine, prefill_step
 
 
 @frozen(eq=False)
@@ -44,19 +44,25 @@ def score(engine: Engine, prompts: Sequence[Prompt], top: int = 0) -> list[Score
     """Score *prompts* (texts, or token ids) with the *top* likeliest alternatives of each token.
 
     Raises InvalidRequest naming the field: a prompt without tokens, with ids that the model has not, or longer than
-    max_model_len; *top* outside of the vocabulary. Raises AgentInferError for an engine of several ranks.
+    max_model_len; *top* outside of the vocabulary.
     """
     m = engine.machine
-    if m.ranks.tp.size > 1:
-        raise AgentInferError("score: an engine of several ranks can not score yet: the others would not know")
     if type(top) is not int or not 0 <= top <= m.limits.vocab_size:
         raise InvalidRequest("top", f"must be an integer in [0, {m.limits.vocab_size}], not {top!r}")
     asked = [_checked(m, token_ids(engine.text, prompt), i) for i, prompt in enumerate(prompts)]
+    with engine.others({"score": asked}):
+        return score_along(m, engine.world.device, asked, top)
+
+
+def score_along(m: Machine, device: Device, asked: Sequence[Sequence[int]], top: int = 0) -> list[Score]:
+    """The scores of *asked* on a device like *device*, which is not touched. All ranks call this; those that are not 0
+    compute their part of it, and get nothing.
+    """
     most = min(m.limits.max_num_batched_tokens, most_scored(m.limits))
-    layouts = tuple(layer.layout for layer in engine.world.device.kv.layers)
+    layouts = tuple(layer.layout for layer in device.kv.layers)
     found: list[Score] = []
     for group in groups([len(tokens) - 1 for tokens in asked], most):
-        found += _score_together(m, layouts, [asked[i] for i in group], most, top)
+        found += _score_together(m, layouts, [tuple(asked[i]) for i in group], most, top)
     return found
 
 
@@ -103,8 +109,12 @@ def _score_together(
             kv, [given[i] for i in rows], [at] * len(rows), [blocks[i] for i in rows], [i + 1 for i in rows], every=True
         )
         logits_SV, kv = prefill_step(m, kv, x)
+        if m.ranks.tp.rank:  # all have the logits of the whole vocabulary; rank 0 alone is asked
+            continue
         said = np.array([t for i in rows for t in asked[i][at + 1 : at + 1 + len(given[i])]], np.int64)
         pieces.append(judge(logits_SV, put(said, logits_SV.device), top).cpu().numpy())
+    if m.ranks.tp.rank:
+        return []
     found = np.split(np.concatenate(pieces), np.cumsum(count)[:-1])
     return [_score(tokens, judged(block)) for tokens, block in zip(asked, found, strict=True)]
 
