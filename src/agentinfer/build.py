@@ -19,7 +19,8 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.graphs import bucket_sizes, capture, replaying
 from agentinfer.judging import MODES, RAW
 from agentinfer.models.checkpoint import open_checkpoint
-from agentinfer.models.model import Model, dummy_model, kv_layout, load_model, read_config, stored_dtype
+from agentinfer.models.fp8 import DEQUANTIZE, FP8, NATIVE
+from agentinfer.models.model import Model, dummy_model, held, kv_layout, load_model, read_config, stored_dtype
 from agentinfer.ops.choose import choose, choose_traced
 from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.compiled import compiled_layer
@@ -95,6 +96,10 @@ class Settings:
     """Layers are one function that torch.compile made, in captured graphs and out of them."""
     dummy_weights: bool = field(default=False, validator=instance(bool))
     """Weights drawn at random, of a folder that need hold nothing but config.json."""
+    fp8: str = field(default=DEQUANTIZE, validator=_one_of(*FP8))
+    """How the matrices of an fp8 checkpoint are held: "dequantize", in `dtype`; "native", in 8 bits with their scales,
+    half the memory. Then activations are rounded to 8 bits, too, in products of many rows (docs/design/gpu.md).
+    """
     ep: bool = field(default=False, validator=instance(bool))
     """Experts are spread over the ranks, each whole on one of them, instead of each being cut by width."""
     max_logprobs: int = field(default=20, validator=integer(0))
@@ -137,7 +142,7 @@ def _build(
     folder: Path, settings: Settings, eos_ids: tuple[int, ...], policy: Policy | None, ops: Ops | None, ranks: Ranks
 ) -> tuple[Machine, Device]:
     device = ranks.device
-    chosen = evolve(read_config(folder), dtype=dtype_of(folder, settings))
+    chosen = held(evolve(read_config(folder), dtype=dtype_of(folder, settings)), settings.fp8)
     if not settings.dummy_weights:
         open_checkpoint(folder)  # what is wrong with the weights is said before what is wrong with sizes
     layouts = _layouts(chosen, settings, ranks)
@@ -145,9 +150,10 @@ def _build(
     if ops is None:
         heads = chosen.shape_on(ranks.tp.size, ep=ranks.ep)
         site = (settings.ops, device, layouts[0].dtype, heads, settings.block_size)
-        ops = choose_traced(*site) if settings.compile else choose(*site)[0]
+        scaled = settings.fp8 == NATIVE
+        ops = choose_traced(*site, scaled=scaled) if settings.compile else choose(*site, scaled=scaled)[0]
     load = dummy_model if settings.dummy_weights else load_model
-    model, weights = load(folder, chosen.dtype, ranks, limits.max_model_len)
+    model, weights = load(folder, chosen.dtype, ranks, limits.max_model_len, settings.fp8)
     machine = Machine(
         model=model,
         weights=weights,

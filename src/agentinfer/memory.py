@@ -8,9 +8,8 @@ from attrs import evolve, frozen
 
 from agentinfer.build import GIB, Settings, dtype_of
 from agentinfer.errors import InvalidSetting
-from agentinfer.models.config import CONFIG
-from agentinfer.models.folder import read_json
-from agentinfer.models.model import kv_layout, read_config, weight_sizes
+from agentinfer.models.fp8 import DEQUANTIZE
+from agentinfer.models.model import held, kv_layout, read_config, weight_sizes
 from agentinfer.ops.kv import bytes_per_token
 from agentinfer.state.ids import cdiv
 
@@ -22,7 +21,9 @@ class MemoryPlan:
     architecture: str
     dtype: str
     quantized: bool
-    """The checkpoint's weights are, in 8 bits; on a device they are held in `dtype`."""
+    """The checkpoint's weights are, in 8 bits.."""
+    fp8: str
+    """.. and on a device they are held in `dtype` ("dequantize"), or as they are ("native")."""
     tp: int
     num_parameters: int
     weights: int
@@ -48,6 +49,7 @@ def memory_plan(
     memory_gib: float,
     kv_gib: float | None = None,
     dtype: str | None = None,
+    fp8: str = DEQUANTIZE,
     tp: int = 1,
     ep: bool = False,
     block_size: int = 16,
@@ -59,7 +61,7 @@ def memory_plan(
 
     *kv_gib*: GiB of KV on each, instead of the rule. *ep*: experts are spread over the devices, not cut. No block fits:
     num_blocks is 0, and no error.
-    Raises CheckpointError; InvalidSetting for tp, ep or dtype.
+    Raises CheckpointError; InvalidSetting for tp, ep, fp8 or dtype.
     """
     if not 0 < memory_gib <= 1e6:
         raise InvalidSetting("memory_gib", f"must be in (0, 1e+06], not {memory_gib!r}")
@@ -70,7 +72,7 @@ def memory_plan(
         block_size=block_size,
         max_model_len=max_model_len,
     )
-    model = evolve(read_config(folder), dtype=dtype_of(folder, Settings(dtype=dtype)))
+    model = held(evolve(read_config(folder), dtype=dtype_of(folder, Settings(dtype=dtype))), fp8)
     most = model.config.max_positions
     length = most if max_model_len is None else max_model_len
     if length > most:
@@ -87,7 +89,8 @@ def memory_plan(
     return MemoryPlan(
         architecture=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
-        quantized=read_json(folder, CONFIG).get("quantization_config") is not None,
+        quantized=model.quantized,
+        fp8=fp8,
         tp=tp,
         num_parameters=sizes.num_parameters,
         weights=sizes.rank_bytes,

@@ -276,3 +276,27 @@ def test_ops_that_a_compiler_can_trace(everything: object, monkeypatch: pytest.M
     ops = choose.choose_traced("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4)
     assert ops.name == "opaque"
     assert ops.traced is not None
+
+
+SCALED = evolve(on_hopper(SHAPES[1][0]), scaled=True)
+
+
+def test_weights_in_8_bits(everything: object) -> None:
+    """Auto, Triton and who replaces attention alone take them, on GPUs that have TMA; others refuse, and nobody falls
+    back to the reference on a GPU.
+    """
+    del everything
+    for name in ("auto", "triton", "fa3-mla", "flashmla", "reference"):
+        assert choose.chosen(name, evolve(SCALED, block_size=64 if name == "flashmla" else 16))[0].name
+    for name, site in (("vllm", evolve(HOPPER, scaled=True)), ("vllm-moe", SCALED), ("persistent", SCALED)):
+        with pytest.raises(InvalidSetting, match=f"^ops: {name}: no "):
+            choose.chosen(name, site)
+    dense = evolve(HOPPER, scaled=True, capability=(8, 9))
+    with pytest.raises(InvalidSetting, match=r"^ops: triton: weights in 8 bits need TMA: .* 8\.9"):
+        choose.chosen("triton", dense)
+    with pytest.raises(InvalidSetting, match=r"^fp8: native: triton can not, weights in 8 bits need TMA"):
+        choose.chosen("auto", dense)
+    assert "FlashAttention-3" in choose.chosen("auto", evolve(HOPPER, scaled=True))[1]["attend"]
+    with pytest.raises(InvalidSetting, match=r"^compile: .* weights in 8 bits yet \(fp8 native\)"):
+        choose.choose_traced("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4, scaled=True)
+    assert choose.choose("auto", CPU, torch.float32, HeadShape(4, 2, 16), 4, scaled=True)[0].name == "reference"

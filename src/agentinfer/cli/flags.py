@@ -19,6 +19,7 @@ from agentinfer.cli.usage import Usage, line
 from agentinfer.cli.values import counts, integer, number, span, token_ids
 
 DTYPES = ("float32", "bfloat16", "float16")
+FP8 = ("dequantize", "native")
 MODEL = "a model folder, the id of a model on the Hugging Face hub, or 'demo'"
 
 
@@ -197,6 +198,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    _fp8(group)
     group.add_argument(
         "--dummy-weights", action="store_true", help="draw the weights at random: MODEL need only have a config.json"
     )
@@ -250,6 +252,13 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _fp8(group: Any) -> None:
+    group.add_argument(
+        "--fp8", choices=FP8, default=FP8[0],
+        help="weights of an fp8 checkpoint: dequantize, held in dtype; native, held in 8 bits (default: %(default)s)",
+    )  # fmt: skip
+
+
 def _memory(group: Any) -> None:
     group.add_argument(
         "--kv-utilization",
@@ -281,6 +290,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="memory of one device in GiB (default: this machine's)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: what the checkpoint says)")
+    _fp8(parser)
     parser.add_argument(
         "--tp", metavar="N", type=integer(1), default=1, help="devices that share the model (default: %(default)s)"
     )

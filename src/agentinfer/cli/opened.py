@@ -67,6 +67,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         eager=args.eager,
         compile=args.compile,
         dummy_weights=args.dummy_weights,
+        fp8=args.fp8,
         ep=args.ep,
         **{name: vars(args)[name] for name in ("max_logprobs", "logprobs_mode") if hasattr(args, name)},
     )

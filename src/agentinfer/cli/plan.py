@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
             memory_gib=memory_gib,
             kv_gib=kv_gib,
             dtype=args.dtype,
+            fp8=args.fp8,
             tp=args.tp,
             ep=args.ep,
             block_size=args.block_size,
@@ -66,7 +67,8 @@ def table(plan: MemoryPlan, rule: str) -> list[tuple[str, str]]:
         ("at once", f"{plan.sequences_of_max_model_len:.2f} sequences of {plan.max_model_len:,} tokens"),
     ]
     if plan.quantized:
-        lines.insert(3, ("", f"the checkpoint's are in 8 bits; they are held in {plan.dtype}"))
+        kept = f"held in {plan.dtype}" if plan.fp8 == "dequantize" else "held so (not kv_b, embedding and head)"
+        lines.insert(3, ("", f"the checkpoint's are in 8 bits; they are {kept}"))
     if plan.num_blocks == 0:
         lines.append(("does not fit", "give it more --memory-gib or --tp, or a smaller --dtype or --reserve-gib"))
     elif plan.longest_context < plan.max_model_len:

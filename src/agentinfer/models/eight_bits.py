@@ -24,13 +24,18 @@ def in_8_bits(packed: Any, ranks: int) -> Any:
 
     Raises InvalidSetting naming a weight of which one of *ranks* would hold a part that is no whole blocks.
     """
+    checked: set[tuple[object, ...]] = set()  # experts are many, and alike
 
     def one(fused: Fused) -> Any:
         if not all(spec.quantizable for spec in fused.parts):
             return fused
         scales = tuple(_scales_of(spec) for spec in fused.parts)
         for spec, of_it in zip(fused.parts, scales, strict=True):
-            _check(spec, of_it, ranks, last=spec is fused.parts[-1])
+            last = spec is fused.parts[-1]
+            alike = (spec.shape, spec.cut, spec.unit, spec.share, spec.pad, spec.whole, last)
+            if alike not in checked:
+                _check(spec, of_it, ranks, last=last)
+                checked.add(alike)
         return Scaled(Fused(tuple(evolve(spec, dtype=FLOAT8) for spec in fused.parts)), Fused(scales))
 
     return tree_map(one, packed)

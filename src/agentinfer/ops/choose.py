@@ -47,14 +47,19 @@ class Site:
     latent: LatentShape | None = None
     """Of latent attention; *shape* is then that of its absorbed form."""
     experts: ExpertShape | None = None
+    scaled: bool = False
+    """Weights are in 8 bits."""
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int) -> Site:
+    def of(
+        cls, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int, *,
+        scaled: bool = False,
+    ) -> Site:  # fmt: skip
         """The site, with the capability that its device has."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if isinstance(shape, HeadShape):
-            return cls(device, dtype, shape, block_size, capability)
-        return cls(device, dtype, shape.heads, block_size, capability, shape.latent, shape.experts)
+            return cls(device, dtype, shape, block_size, capability, scaled=scaled)
+        return cls(device, dtype, shape.heads, block_size, capability, shape.latent, shape.experts, scaled)
 
 
 def _first(*rules: tuple[bool, str]) -> str | None:
@@ -102,7 +107,7 @@ def _no_triton(site: Site) -> str | None:
         (site.dtype in (*HALVES, torch.float32), f"dtype {_name(site.dtype)} has no kernels"),
         _blocks(site, 16),
     )
-    return problem or _no_triton_heads(site) or _no_triton_experts(site)
+    return problem or _no_triton_heads(site) or _no_triton_experts(site) or _no_triton_scaled(site)
 
 
 def _no_triton_heads(site: Site) -> str | None:
@@ -122,6 +127,11 @@ def _no_triton_experts(site: Site) -> str | None:
     if not hopper:
         return f"experts need TMA: {problem}"
     return import_module("agentinfer.ops.experts").unsupported(site.experts, site.dtype.itemsize)
+
+
+def _no_triton_scaled(site: Site) -> str | None:
+    hopper, problem = _cuda(site, 9, 10, 12)
+    return None if hopper or not site.scaled else f"weights in 8 bits need TMA: {problem}"
 
 
 def _no_vllm(site: Site) -> str | None:
@@ -223,6 +233,8 @@ LATENT: Final = ("reference", "triton", "fa3-mla", "flashmla", "vllm-moe")
 """Providers for models with latent attention."""
 EXPERTS: Final = LATENT
 """Providers for models with experts."""
+SCALED: Final = ("reference", "triton", "fa3-mla", "flashmla")
+"""Providers for weights in 8 bits."""
 SAMPLING: Final = ("sample", "sample_rows", "part_rows", "edit_rows")
 """The calls that choose tokens, and what is done to logits before."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
@@ -234,6 +246,7 @@ def refusal(name: str, site: Site) -> str | None:
     return _first(
         (site.latent is None or name in LATENT, "no latent attention yet"),
         (site.experts is None or name in EXPERTS, "no experts yet"),
+        (not site.scaled or name in SCALED, "no products with weights in 8 bits yet (fp8 native)"),
     ) or RULES[name](site)
 
 
@@ -298,15 +311,17 @@ def calls() -> tuple[str, ...]:
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int
-) -> tuple[Ops, Mapping[str, str]]:
+    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int, *,
+    scaled: bool = False,
+) -> tuple[Ops, Mapping[str, str]]:  # fmt: skip
     """The Ops of the provider *name*, and of each of its calls who computes it and why.
 
     "auto": the reference on a CPU; on CUDA Triton's, with vLLM's FlashAttention-3 for steps of several queries a row
-    where it is there, and the reference where Triton's rules do not hold. Raises InvalidSetting if there is no such
-    provider, or if its rules do not hold.
+    where it is there, and the reference where Triton's rules do not hold. *scaled*: weights are in 8 bits, for which
+    the reference is no choice of a GPU's. Raises InvalidSetting if there is no such provider, or if its rules do not
+    hold.
     """
-    return chosen(name, Site.of(device, dtype, shape, block_size))
+    return chosen(name, Site.of(device, dtype, shape, block_size, scaled=scaled))
 
 
 def chosen(name: str, site: Site) -> tuple[Ops, Mapping[str, str]]:
@@ -357,11 +372,13 @@ def _auto(site: Site) -> tuple[Ops, Mapping[str, str]]:
     if site.device.type == "cpu":
         return reference(), _because("reference: the device is a CPU")
     problem = refusal("triton", site)
+    if problem is not None and site.scaled:
+        raise InvalidSetting("fp8", f"native: triton can not, {problem}")
     if problem is not None:
         return reference(), _because(f"reference: triton can not, {problem}")
     ops = MAKERS["triton"](site)
     ours = "triton: this package's own kernels, the default on CUDA"
-    problem = refusal("vllm", attrs.evolve(site, experts=None))  # its attention alone is wanted
+    problem = refusal("vllm", attrs.evolve(site, experts=None, scaled=False))  # its attention alone is wanted
     if problem is None:
         try:
             both = _with_fa3(ops)
@@ -378,14 +395,15 @@ def _with_fa3(ops: Ops) -> Any:
 
 
 def choose_traced(
-    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int
-) -> Ops:
+    name: str, device: torch.device, dtype: torch.dtype, shape: HeadShape | LayerShape, block_size: int, *,
+    scaled: bool = False,
+) -> Ops:  # fmt: skip
     """Ops that torch.compile can trace whole: plain torch, but for attention, which is the provider's called *name*.
 
     "auto": as `choose`. Raises InvalidSetting: of `ops` as `choose` does, of `compile` for a provider whose attention
     is no operator.
     """
-    return traced_on(name, Site.of(device, dtype, shape, block_size))
+    return traced_on(name, Site.of(device, dtype, shape, block_size, scaled=scaled))
 
 
 def traced_on(name: str, site: Site) -> Ops:
@@ -393,6 +411,8 @@ def traced_on(name: str, site: Site) -> Ops:
     if site.latent is not None or site.experts is not None:
         what = "latent attention" if site.latent is not None else "experts"
         raise InvalidSetting("compile", f"torch.compile can not trace {what} yet")
+    if site.scaled:
+        raise InvalidSetting("compile", "torch.compile can not trace products with weights in 8 bits yet (fp8 native)")
     if site.device.type == "cpu" and name in (AUTO, "reference"):
         return import_module("agentinfer.ops.custom").opaque_ops()
     if name in RULES and name not in ("triton", "vllm"):
