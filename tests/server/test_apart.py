@@ -14,7 +14,6 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import psutil
-import pytest
 
 from agentinfer.loop import open_engine
 from agentinfer.server.apart import Job
@@ -23,7 +22,7 @@ from agentinfer.server.guard import Keys
 from agentinfer.server.run import EngineDead
 from agentinfer.server.site import Quotas
 from agentinfer.state.policy import throughput
-from serving import Server, options, running, slowed, small, write_talker
+from serving import Server, options, running, slowed, small
 
 COMPLETIONS = "/v1/completions"
 ENDLESS: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
@@ -36,12 +35,6 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 5000}),
     ("/tokenize", {"prompt": "hello"}),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
 
 
 def child_of(_: Server) -> psutil.Process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,6 @@ from serving import NAME, Server, running, small, write_talker
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Generator[Server]:
-    """One that all of these tests ask."""
-    with running(open_engine(folder, small())) as one:
-        yield one
-        one.quiet()
 
 
 def own(folder: Path, prompts: list[Any], **params: Any) -> list[Any]:

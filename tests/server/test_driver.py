@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
-import pytest
 
 from agentinfer.loop import Engine, generate, open_engine
 from agentinfer.server.driver import FATAL, Driver, drive
@@ -32,16 +31,10 @@ from agentinfer.server.mail import (
     Turned,
 )
 from agentinfer.state.request import SamplingParams
-from serving import slowed, small, with_forward, write_talker
+from serving import slowed, small, with_forward
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
 
 
 class Line:

@@ -6,42 +6,36 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx2 as httpx
 import psutil
 import pytest
 
 from serve_faults import HANG_S, STREAM, rounds, served
-from serving import write_talker
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model."""
-    return str(write_talker(tmp_path_factory.mktemp("talker")))
 
 
 @pytest.mark.parametrize("more", [[], ["--http-process"]], ids=["one process", "two"])
-def test_nothing_leaks_and_nothing_hangs(model: str, more: list[str]) -> None:
+def test_nothing_leaks_and_nothing_hangs(folder: Path, more: list[str]) -> None:
     """After clients that left, bodies that were none, slow ones, steps that raised and SIGTERM nothing is left."""
-    found = rounds(model, more, seed=1, clients=40, bodies=50, alone=True)
+    found = rounds(str(folder), more, seed=1, clients=40, bodies=50, alone=True)
     assert (found["hung"], found["exit"]) == (0, 0)
     assert found["done"]
     assert found["left"]
 
 
 @pytest.mark.slow
-def test_nothing_leaks_on_two_ranks(model: str) -> None:
+def test_nothing_leaks_on_two_ranks(folder: Path) -> None:
     """The same where rank 0 serves and another rank follows; a step that raises there ends all, with status 1."""
-    found = rounds(model, ["--tp", "2"], seed=2, clients=60, bodies=50, alone=False)
+    found = rounds(str(folder), ["--tp", "2"], seed=2, clients=60, bodies=50, alone=False)
     assert (found["hung"], found["exit"], found["exit_after_a_lost_rank"]) == (0, 0, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_server(model: str, number: signal.Signals) -> None:
+def test_a_rank_that_is_lost_ends_the_server(folder: Path, number: signal.Signals) -> None:
     """When another rank dies or stops, whoever waits is told within seconds, the status is 1, no process is left."""
-    with served(model, ["--tp", "2", "--step-timeout", "3"]) as server:
+    with served(str(folder), ["--tp", "2", "--step-timeout", "3"]) as server:
         (child,) = psutil.Process(server.process.pid).children()
         answers: list[httpx.Response | httpx.HTTPError] = []
 

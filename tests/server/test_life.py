@@ -24,16 +24,10 @@ from agentinfer.server.guard import Keys
 from agentinfer.server.run import EngineDead
 from agentinfer.server.site import Quotas
 from agentinfer.state.policy import throughput
-from serving import Server, events, options, running, slowed, small, with_forward, write_talker
+from serving import Server, events, options, running, slowed, small, with_forward
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDLESS: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,12 @@ import pytest
 from agentinfer.loop import open_engine
 from agentinfer.scoring import score
 from agentinfer.text import decode, encode
-from serving import Server, running, small, write_talker
+from serving import Server, small
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "hello \u4e16 12"
 """A token of several characters, and characters of several tokens."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Generator[Server]:
-    """One that all of these tests ask."""
-    with running(open_engine(folder, small())) as one:
-        yield one
-        one.quiet()
 
 
 def scored(folder: Path, ids: list[int]) -> Any:

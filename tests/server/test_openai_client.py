@@ -12,16 +12,10 @@ import pytest
 
 from agentinfer.loop import open_engine
 from agentinfer.server.guard import Keys
-from serving import NAME, Server, options, running, says, small, with_forward, write_talker
+from serving import NAME, Server, options, running, says, small, with_forward
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from agentinfer.loop import open_engine
 from agentinfer.server.site import Quotas
-from serving import Server, options, running, small, write_talker
+from serving import Server, options, running, small
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
-    """One that all of these tests ask."""
-    engine = open_engine(write_talker(tmp_path_factory.mktemp("talker")), small())
-    with running(engine, options(quotas=Quotas(max_output_tokens=20))) as one:
+def server(folder: Path) -> Generator[Server]:
+    """One whose answers are short."""
+    with running(open_engine(folder, small()), options(quotas=Quotas(max_output_tokens=20))) as one:
         yield one
         one.quiet()
 

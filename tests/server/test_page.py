@@ -9,13 +9,7 @@ import pytest
 
 from agentinfer.loop import open_engine
 from agentinfer.server.guard import Keys
-from serving import Server, options, running, slowed, small, write_talker
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
+from serving import Server, options, running, slowed, small
 
 
 @pytest.fixture(scope="module")

@@ -28,17 +28,11 @@ from agentinfer.loop import open_engine
 from agentinfer.server import spans
 from agentinfer.server.site import Quotas
 from serve_faults import served
-from serving import NAME, options, running, slowed, small, write_talker
+from serving import NAME, options, running, slowed, small
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 COMPLETIONS = "/v1/completions"
 ENDLESS: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    return write_talker(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "seed": 1}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
-    """One that all of these tests ask."""
-    folder = write_talker(tmp_path_factory.mktemp("talker"))
-    with running(open_engine(folder, small())) as one:
-        yield one
-        one.quiet()
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

@@ -14,11 +14,10 @@ from starlette.types import ASGIApp
 from agentinfer.loop import SamplingParams
 from agentinfer.parsers import Format, Parser, Said, ToolCall, collect, finish, new_parser, opens_thinking, step
 from agentinfer.server.answer import streamed, whole
-from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import by_id, content
 from agentinfer.server.problems import Problem, invalid
-from agentinfer.server.protocol import ChatBody, StreamOptions, check_stream_options, sampling_of
-from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.protocol import ChatBody, check_stream_options, sampling_of
+from agentinfer.server.site import Asked, Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.structure import structure_of
 from agentinfer.server.tools import (
     Choice,
@@ -38,15 +37,9 @@ _OWN: Final = frozenset({"text", "messages", "tools", "add_generation_prompt"})
 
 
 @frozen(eq=False)
-class _Asked:
+class _Asked(Asked):
     """A chat that is being answered."""
 
-    site: Site
-    ticket: Ticket
-    head: dict[str, Any]
-    """What every chunk begins with."""
-    params: SamplingParams
-    options: StreamOptions
     form: Format | None
     """How reasoning and calls are written; None: neither is looked for."""
     thinking: bool

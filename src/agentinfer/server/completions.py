@@ -14,17 +14,15 @@ from starlette.types import ASGIApp
 from agentinfer.loop import SamplingParams, TokenLogprobs
 from agentinfer.result import reader_of, token_ids
 from agentinfer.server.answer import streamed, whole
-from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import Column, Track, by_id, column, joined
 from agentinfer.server.problems import Problem, invalid
 from agentinfer.server.protocol import (
     CompletionBody,
-    StreamOptions,
     check_stream_options,
     prompts_of,
     sampling_of,
 )
-from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.site import Asked, Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.structure import structure_of
 from agentinfer.server.usage import count_of, last_chunk, note, usage, with_usage
 from agentinfer.server.voice import Piece, spoken
@@ -35,15 +33,9 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 @frozen(eq=False)
-class _Asked:
+class _Asked(Asked):
     """A completion that is being answered."""
 
-    site: Site
-    ticket: Ticket
-    head: dict[str, Any]
-    """What every chunk begins with."""
-    params: SamplingParams
-    options: StreamOptions
     prompts: tuple[str, ...] | None
     """The text of each prompt, if it is to be echoed."""
     were_texts: bool

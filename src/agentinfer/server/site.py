@@ -23,7 +23,7 @@ from agentinfer.parsers import Format
 from agentinfer.server.desk import Desk, Ticket, check_open, submit
 from agentinfer.server.mail import Item
 from agentinfer.server.problems import Problem, invalid, of_invalid_request, unavailable
-from agentinfer.server.protocol import SAMPLING, Body, read_body, read_json, unknown_fields
+from agentinfer.server.protocol import SAMPLING, Body, StreamOptions, read_body, read_json, unknown_fields
 from agentinfer.text import Text
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,18 @@ class Site:
     """Makes of a request's headers what is to be called when it leaves; None: nothing is."""
     warned: set[str] = field(factory=set[str])
     """Names of fields that a warning was logged for."""
+
+
+@frozen(eq=False)
+class Asked:
+    """A request that is being answered."""
+
+    site: Site
+    ticket: Ticket
+    head: dict[str, Any]
+    """What an answer, and every chunk of a stream, begins with."""
+    params: SamplingParams
+    options: StreamOptions
 
 
 async def read(site: Site, request: Request, kind: type[Body], also: frozenset[str] = SAMPLING) -> tuple[Any, Body]:

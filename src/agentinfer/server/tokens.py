@@ -6,26 +6,23 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final
 
-from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from agentinfer.server.answer import ignored_header, json_response, streamed, whole
 from agentinfer.server.chat import prompt_of
-from agentinfer.server.desk import Ticket
 from agentinfer.server.logprobs import by_id, content
 from agentinfer.server.problems import Problem, invalid
 from agentinfer.server.protocol import (
     SAMPLING,
     DetokenizeBody,
     GenerateBody,
-    StreamOptions,
     TokenizeBody,
     check_stream_options,
     sampling_of,
 )
-from agentinfer.server.site import Site, enter, in_pool, items_of, new_name, read, salt_of
+from agentinfer.server.site import Asked, Site, enter, in_pool, items_of, new_name, read, salt_of
 from agentinfer.server.tools import choice_of
 from agentinfer.server.usage import count_of, last_chunk, note, usage, with_usage
 from agentinfer.server.voice import Piece, spoken
@@ -68,18 +65,6 @@ def _text_of(site: Site) -> Text:
     return site.text
 
 
-@frozen(eq=False)
-class _Asked:
-    """Tokens that are being answered."""
-
-    site: Site
-    ticket: Ticket
-    head: dict[str, Any]
-    n: int
-    logprobs: int | None
-    options: StreamOptions
-
-
 async def generate(site: Site, request: Request) -> ASGIApp:
     """Continue token ids in `n` ways, without a word of text unless stop strings ask for it."""
     _, body = await read(site, request, GenerateBody, _NONE)
@@ -95,12 +80,12 @@ async def generate(site: Site, request: Request) -> ASGIApp:
     items = items_of(site, [tuple(body.token_ids)], params, salt_of(request.scope, body.cache_salt))
     head = {"request_id": new_name("gen", request, body.request_id), "model": site.names[0]}
     ticket = await enter(site, request, head["request_id"], items)
-    asked = _Asked(site, ticket, head, params.n, params.logprobs, options)
+    asked = Asked(site, ticket, head, params, options)
     return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
 
 
-async def _events(asked: _Asked) -> AsyncIterator[dict[str, Any]]:
-    count = count_of(asked.ticket, asked.n)
+async def _events(asked: Asked) -> AsyncIterator[dict[str, Any]]:
+    count = count_of(asked.ticket, asked.params.n)
     async for pieces in spoken(asked.site.desk, asked.ticket, asked.site.text):
         note(count, pieces)
         for piece in pieces:
@@ -110,8 +95,8 @@ async def _events(asked: _Asked) -> AsyncIterator[dict[str, Any]]:
         yield chunk
 
 
-async def _all(asked: _Asked) -> dict[str, Any]:
-    count = count_of(asked.ticket, asked.n)
+async def _all(asked: Asked) -> dict[str, Any]:
+    count = count_of(asked.ticket, asked.params.n)
     tokens: list[list[int]] = [[] for _ in asked.ticket.courses]
     judged: list[list[Any]] = [[] for _ in asked.ticket.courses]
     ends: dict[int, Piece] = {}
@@ -129,11 +114,12 @@ async def _all(asked: _Asked) -> dict[str, Any]:
     return {**asked.head, "choices": choices, "prompt_logprobs": prompt_logprobs, "usage": usage(count)}
 
 
-def _choice(asked: _Asked, piece: Piece, tokens: list[int], judged: list[Any]) -> dict[str, Any]:
+def _choice(asked: Asked, piece: Piece, tokens: list[int], judged: list[Any]) -> dict[str, Any]:
+    most = asked.params.logprobs
     return {
         "index": piece.index,
         "token_ids": tokens,
-        "logprobs": None if asked.logprobs is None else content(asked.site.text, judged, asked.logprobs),
+        "logprobs": None if most is None else content(asked.site.text, judged, most),
         "finish_reason": piece.finish,
         "stop_reason": piece.stop,
     }
