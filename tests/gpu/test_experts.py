@@ -21,9 +21,11 @@ from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.choose import Site, chosen, refusal
 from agentinfer.ops.comm import alone
 from agentinfer.ops.inputs import Memo, by_hand
+from agentinfer.ops.kernels.add_norm import add_norm
 from agentinfer.ops.kernels.expert_gemm import ExpertTile, expert_gemm, expert_tile
 from agentinfer.ops.kernels.expert_rows import expert_rows
 from agentinfer.ops.kernels.route import choose_experts, router_logits
+from agentinfer.ops.kernels.route_one import route_one
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import LayerShape, Stream, reference
@@ -66,7 +68,9 @@ class Layer:
 
     def run(self, *, pdl: bool, gemm_rows: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(normed, weights, experts, what the residual is in the end)."""
-        run = Launch(pdl=pdl, gemm_rows=gemm_rows, narrow_rows=gemm_rows, counters=torch.zeros(0))
+        run = Launch(
+            pdl=pdl, gemm_rows=gemm_rows, narrow_rows=gemm_rows, counters=torch.zeros(1, dtype=torch.int32, device=CUDA)
+        )
         stream = Stream(self.residual.clone(), self.pending)
         *work, stream = ours.norm_route(run, stream, self.norm, self.router, self.bias, self.routing, 1e-6)
         residual, parts = ours.experts_add(run, *work, self.gate_up, self.down, *self.shared, stream, alone().tp)
@@ -160,6 +164,33 @@ def test_routes(count: int, experts: int, r: Routing) -> None:
         _, chosen = choose_experts(torch.full_like(logits, value), None, r)
         assert ((chosen >= 0) & (chosen < experts)).all()
         assert (chosen.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_position_is_routed_in_one_kernel(name: str) -> None:
+    """Norm, logits and choice are those of three kernels, PDL and 200 replays of a graph change no bit."""
+    layer = Layer(name, 1, torch.bfloat16)
+    counters = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    rest = (layer.norm, layer.router, layer.bias, layer.routing, 1e-6, counters)
+    normed, weights, chosen = route_one(layer.residual, *rest)
+    want = add_norm(layer.residual, None, layer.norm, 1e-6, torch.bfloat16)
+    torch.testing.assert_close(normed, want, rtol=1e-2, atol=1e-3)
+    routes = choose_experts(router_logits(normed, layer.router), layer.bias, layer.routing)
+    torch.testing.assert_close(weights, routes[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(chosen.sort().values, routes[1].sort().values)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [route_one(layer.residual, *rest, pdl=True) for _ in range(4)]
+    worst = torch.zeros((), device=CUDA)
+    for _ in range(50):
+        graph.replay()
+        for found in out:
+            for a, b in zip(found, (normed, weights, chosen), strict=True):
+                worst = torch.maximum(worst, (a != b).sum())
+                a.zero_()
+    assert worst.item() == 0
+    assert counters.item() == 0
 
 
 @pytest.mark.filterwarnings("ignore")  # of what vllm imports

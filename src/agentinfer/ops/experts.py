@@ -3,8 +3,9 @@
 =========== ==================================================================================================
 positions   experts
 =========== ==================================================================================================
-1           `expert_gemv`: the shared experts are some more, the sum goes onto the residual
-more        `expert_rows`, then `expert_gemm`: the K parts of a position stay pending, the shared ones' behind
+1           `route_one`, `expert_gemv`: the shared experts are some more, the sum goes onto the residual
+more        norm, logits and choice, `expert_rows`, then `expert_gemm`: the K parts of a position stay pending,
+            those of the shared ones behind
 =========== ==================================================================================================
 
 Shapes: T positions, D model width, E experts, K experts a position, F width of an expert, G of the shared ones.
@@ -26,6 +27,7 @@ from agentinfer.ops.kernels.expert_rows import expert_rows
 from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.route import choose_experts, router_logits
+from agentinfer.ops.kernels.route_one import route_one
 from agentinfer.ops.kernels.tiles import gemm_tile
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch, by_gemm, gated
@@ -49,6 +51,10 @@ def norm_route(
     run: Launch, stream: Stream, norm_D: Tensor, router_ED: Tensor, bias_E: Tensor | None, routing: Routing, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Stream]:
     """Ops.norm_route by our kernels. Of equal scores the expert of the lowest number is chosen."""
+    residual = stream.residual_TD
+    if len(residual) == 1 and stream.pending_TD is None:
+        routed = route_one(residual, norm_D, router_ED, bias_E, routing, eps, run.counters, pdl=run.pdl)
+        return *routed, stream
     normed = add_norm(stream.residual_TD, stream.pending_TD, norm_D, eps, norm_D.dtype, pdl=run.pdl)
     if len(normed) <= ROUTER_ROWS:
         logits = router_logits(normed, router_ED, pdl=run.pdl)

@@ -15,16 +15,18 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops import experts as ours
 from agentinfer.ops import moe, provide
 from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.kernels.add_norm import add_norm
 from agentinfer.ops.kernels.expert_gemm import ExpertTile, expert_gemm, expert_tile
 from agentinfer.ops.kernels.expert_gemv import expert_gemv
 from agentinfer.ops.kernels.expert_rows import expert_rows
 from agentinfer.ops.kernels.route import choose_experts, router_logits
+from agentinfer.ops.kernels.route_one import route_one
 from agentinfer.ops.kernels.tiles import GemvTile
 from agentinfer.ops.moe import Routing
 from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import Stream
 
-RUN = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(0))
+RUN = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(1, dtype=torch.int32))
 LITE = Routing(3, "softmax", normalise=False)
 ROUTINGS = {
     "v2 lite": LITE,
@@ -67,6 +69,24 @@ def test_choose_experts(name: str, experts: int, shift: float | None) -> None:
     assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int64)
     want = spread(*moe.route(logits, bias, r), experts)
     torch.testing.assert_close(spread(weights, chosen, experts), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("experts", "width"), [(8, 64), (20, 200)])
+@pytest.mark.parametrize("bias", [None, 0.0])
+def test_route_one(name: str, experts: int, width: int, bias: float | None) -> None:
+    """Norm, logits and choice of a single position in one kernel are those of three, twice with the same counter."""
+    counters, norm, router = torch.zeros(1, dtype=torch.int32), 1 + 0.2 * rand(width, seed=2), rand(experts, width)
+    shift = None if bias is None else bias + rand(experts, seed=3)
+    for seed in (4, 5):
+        x = rand(1, width, seed=seed)
+        normed, weights, chosen = route_one(x, norm, router, shift, ROUTINGS[name], 1e-6, counters)
+        want = add_norm(x, None, norm, 1e-6, torch.float32)
+        torch.testing.assert_close(normed, want)
+        mine = spread(weights, chosen, experts)
+        theirs = spread(*choose_experts(router_logits(want, router), shift, ROUTINGS[name]), experts)
+        torch.testing.assert_close(mine, theirs)
+        assert counters.item() == 0
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what is computed with infinities and NaN
@@ -190,7 +210,7 @@ def test_half_precision_and_split_sums() -> None:
     wide = weights_of(8, 32, 64, 512)
     gate_up, down, *both = (w.half() for w in wide)
     x, (weights, ids) = rand(5, 64), routes(5, 3, 8)
-    run = Launch(pdl=False, gemm_rows=64, narrow_rows=64, counters=torch.zeros(0))
+    run = Launch(pdl=False, gemm_rows=64, narrow_rows=64, counters=torch.zeros(1, dtype=torch.int32))
     residual = rand(5, 64, seed=6)
     got = ours.experts_add(
         run, x.half(), weights, ids, gate_up, down, *both, Stream(residual, residual[None]), alone().tp

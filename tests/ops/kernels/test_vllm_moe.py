@@ -58,7 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Ops]:
 
     def make(function: Any) -> Ops:
         monkeypatch.setattr(vllm_moe, "import_module", lambda _: SimpleNamespace(fused_experts=function))
-        run = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(0))
+        run = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(1, dtype=torch.int32))
         return vllm_moe.with_experts(reference(), run)
 
     return make

@@ -48,25 +48,22 @@ def _logits(
 
 
 @triton.jit
-def _choose(
-    logits, bias, weights, experts, scale, least,
+def pick(
+    logits, bias, weights, experts, t, scale, least,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr,
-    FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Program t: position t. GP x PP: groups and experts a group, padded. Of equal ones the lowest number is chosen."""
-    if PDL:
-        gdc_launch_dependents()
+    """Choose for position *t*. GP x PP: groups and experts a group, padded. Of equal ones the lowest number is
+    chosen.
+    """
     SIZE: tl.constexpr = E // GROUPS
     NONE: tl.constexpr = float("-inf")
     LOWEST: tl.constexpr = -3.4e38  # less than any score, more than what can not be chosen
-    t = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GP)[:, None]
     i = tl.arange(0, PP)[None, :]
     number = group * SIZE + i
     real = (group < GROUPS) & (i < SIZE)
-    if PDL:
-        gdc_wait()
     x = tl.load(logits + t * E + number, mask=real, other=NONE, cache_modifier=".cg")
     if SOFTMAX:
         y = tl.exp(x - tl.max(tl.max(x, 1), 0))
@@ -109,6 +106,23 @@ def _choose(
     tl.store(experts + t * K + k, who.to(tl.int64), mask=k < K)
 
 
+@triton.jit
+def _choose(
+    logits, bias, weights, experts, scale, least,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
+    KP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program t: position t."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pick(
+        logits, bias, weights, experts, tl.program_id(0).to(tl.int64), scale, least,
+        E, K, GROUPS, KEPT, GP, PP, KP, SOFTMAX, NORMALISE, TOP2, BIAS, FIRST, HELD,
+    )  # fmt: skip
+
+
 _run_logits = Direct(_logits)
 _run_choose = Direct(_choose)
 
@@ -130,6 +144,16 @@ def router_logits(x_TD: Tensor, router_ED: Tensor, *, pdl: bool = False) -> Tens
     return out
 
 
+def constants_of(r: Routing, experts: int, *, bias: bool) -> tuple[int | bool, ...]:
+    """The constants of `pick`, for a router of *experts* experts."""
+    groups = r.groups if r.kept_groups < r.groups else 1
+    return (
+        experts, r.top_k, groups, r.kept_groups if groups > 1 else 1, power_of_two(groups),
+        power_of_two(experts // groups), power_of_two(r.top_k), r.scoring == "softmax", r.normalise,
+        r.group_score == "top2", bias, r.first, experts if r.held is None else r.held,
+    )  # fmt: skip
+
+
 def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, r: Routing, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`moe.route`, the best expert first: weights [T, K] float32, experts [T, K] int64, distinct and in range (or -1,
     where other ranks have some) whatever the logits are (NaN, infinite). *logits* and *bias* are float32, contiguous.
@@ -139,12 +163,8 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, r: Routing, *, pdl:
     weights = torch.empty((count, r.top_k), dtype=torch.float32, device=device)
     chosen = torch.empty((count, r.top_k), dtype=torch.int64, device=device)
     if count:
-        groups = r.groups if r.kept_groups < r.groups else 1
         _run_choose(
             (count, 1, 1), (logits_TE, logits_TE if bias_E is None else bias_E, weights, chosen), (r.scale, LEAST_SUM),
-            (experts, r.top_k, groups, r.kept_groups if groups > 1 else 1, power_of_two(groups),
-             power_of_two(experts // groups), power_of_two(r.top_k), r.scoring == "softmax", r.normalise,
-             r.group_score == "top2", bias_E is not None, r.first, experts if r.held is None else r.held, pdl),
-            warps=1, pdl=pdl,
+            (*constants_of(r, experts, bias=bias_E is not None), pdl), warps=1, pdl=pdl,
         )  # fmt: skip
     return weights, chosen
