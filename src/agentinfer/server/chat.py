@@ -37,8 +37,8 @@ _OWN: Final = frozenset({"text", "messages", "tools", "add_generation_prompt"})
 
 
 @frozen(eq=False)
-class _Asked(Asked):
-    """A chat that is being answered."""
+class _Want:
+    """What is asked of a chat's answer, and how it is read."""
 
     form: Format | None
     """How reasoning and calls are written; None: neither is looked for."""
@@ -72,8 +72,10 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     thinking = form is not None and opens_thinking(form, decode(site.text, prompt[-16:], skip_special_tokens=False))
     ticket = await enter(site, request, name, items)
     one_call = body.parallel_tool_calls is False
-    asked = _Asked(site, ticket, head, params, options, form, thinking, choice.forced, one_call, body)
-    return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
+    asked, want = Asked(site, ticket, head, params, options), _Want(form, thinking, choice.forced, one_call, body)
+    if body.stream:
+        return streamed(site, ticket, partial(_events, asked, want))
+    return whole(site, ticket, partial(_all, asked, want))
 
 
 def _params(raw: dict[str, Any], body: ChatBody, choice: Choice) -> SamplingParams:
@@ -131,14 +133,14 @@ class _Answer:
     begun: bool = False
 
 
-def _new_answers(asked: _Asked) -> list[_Answer]:
-    parser = None if asked.form is None else new_parser(asked.form, thinking=asked.thinking)
+def _new_answers(asked: Asked, want: _Want) -> list[_Answer]:
+    parser = None if want.form is None else new_parser(want.form, thinking=want.thinking)
     return [_Answer(parser) for _ in asked.ticket.courses]
 
 
-def _read(asked: _Asked, answer: _Answer, piece: Piece) -> list[Said | str]:
+def _read(want: _Want, answer: _Answer, piece: Piece) -> list[Said | str]:
     """What *piece* adds: content as text, reasoning and calls as such."""
-    if asked.forced:
+    if want.forced:
         answer.forced += piece.text
         if piece.finish is None:
             return []
@@ -149,48 +151,49 @@ def _read(asked: _Asked, answer: _Answer, piece: Piece) -> list[Said | str]:
     else:
         answer.parser, told = step(answer.parser, piece.text)
         found = [*told, *(finish(answer.parser) if piece.finish is not None else ())]
-    return [one for one in found if _wanted(asked, answer, one)]
+    return [one for one in found if _wanted(want, answer, one)]
 
 
-def _wanted(asked: _Asked, answer: _Answer, one: Said | str) -> bool:
+def _wanted(want: _Want, answer: _Answer, one: Said | str) -> bool:
     if not isinstance(one, ToolCall):
         return True
     answer.calls += 1
-    return answer.calls == 1 or not asked.one_call
+    return answer.calls == 1 or not want.one_call
 
 
 def _finish_reason(answer: _Answer, piece: Piece) -> str | None:
     return "tool_calls" if piece.finish == "stop" and answer.calls else piece.finish
 
 
-async def _events(asked: _Asked) -> AsyncIterator[dict[str, Any]]:
-    answers, count = _new_answers(asked), count_of(asked.ticket, asked.params.n)
+async def _events(asked: Asked, want: _Want) -> AsyncIterator[dict[str, Any]]:
+    answers, count = _new_answers(asked, want), count_of(asked.ticket, asked.params.n)
     async for pieces in spoken(asked.site.desk, asked.ticket, asked.site.text):
         note(count, pieces)
         for piece in pieces:
-            for chunk in _chunks(asked, answers[piece.index], piece, count):
+            for chunk in _chunks(asked, want, answers[piece.index], piece, count):
                 yield chunk
     for chunk in last_chunk(asked.head, asked.options, count):
         yield chunk
 
 
-def _chunks(asked: _Asked, answer: _Answer, piece: Piece, count: Count) -> Iterable[dict[str, Any]]:
+def _chunks(asked: Asked, want: _Want, answer: _Answer, piece: Piece, count: Count) -> Iterable[dict[str, Any]]:
     """What *piece* adds to a stream: a chunk for who speaks, one for each thing said, and the end in the last one."""
-    deltas = [delta for one in _read(asked, answer, piece) if (delta := _delta(asked, answer, one))]
+    deltas = [delta for one in _read(want, answer, piece) if (delta := _delta(want, answer, one))]
     if not answer.begun:
         answer.begun = True
-        yield _chunk(asked, piece, {"role": "assistant", "content": ""}, count)
+        yield _chunk(asked, want, piece, {"role": "assistant", "content": ""}, count)
     judged = content(asked.site.text, piece.logprobs, asked.params.logprobs or 0) if piece.logprobs else None
-    if not deltas and (piece.finish is not None or judged is not None or asked.body.return_token_ids):
+    if not deltas and (piece.finish is not None or judged is not None or want.body.return_token_ids):
         deltas.append({})
     for i, delta in enumerate(deltas):
         last = i == len(deltas) - 1
         reason = _finish_reason(answer, piece) if last else None
-        yield _chunk(asked, piece, delta, count, reason, judged if i == 0 else None, ids=i == 0)
+        yield _chunk(asked, want, piece, delta, count, reason, judged if i == 0 else None, ids=i == 0)
 
 
 def _chunk(
-    asked: _Asked,
+    asked: Asked,
+    want: _Want,
     piece: Piece,
     delta: dict[str, Any],
     count: Count,
@@ -202,12 +205,12 @@ def _chunk(
     choice: dict[str, Any] = {"index": piece.index, "delta": delta, "logprobs": judged, "finish_reason": reason}
     if reason is not None:
         choice["stop_reason"] = piece.stop
-    if ids and asked.body.return_token_ids:
+    if ids and want.body.return_token_ids:
         choice["token_ids"] = list(piece.tokens)
     return with_usage({**asked.head, "choices": [choice]}, asked.options, count, piece.index)
 
 
-def _delta(asked: _Asked, answer: _Answer, one: Said | str) -> dict[str, Any]:
+def _delta(want: _Want, answer: _Answer, one: Said | str) -> dict[str, Any]:
     """What *one* adds to the message; empty: nothing that was asked for."""
     if isinstance(one, str):
         return {"content": one}
@@ -216,34 +219,34 @@ def _delta(asked: _Asked, answer: _Answer, one: Said | str) -> dict[str, Any]:
         return {"tool_calls": [{"index": answer.told - 1, **call_object(one)}]}
     if one.kind == "content":
         return {"content": one.text}
-    return {"reasoning": one.text, "reasoning_content": one.text} if asked.body.include_reasoning is not False else {}
+    return {"reasoning": one.text, "reasoning_content": one.text} if want.body.include_reasoning is not False else {}
 
 
-async def _all(asked: _Asked) -> dict[str, Any]:
-    answers, count = _new_answers(asked), count_of(asked.ticket, asked.params.n)
+async def _all(asked: Asked, want: _Want) -> dict[str, Any]:
+    answers, count = _new_answers(asked, want), count_of(asked.ticket, asked.params.n)
     ends: dict[int, Piece] = {}
     prompt_logprobs: list[Any] | None = None
     async for pieces in spoken(asked.site.desk, asked.ticket, asked.site.text):
         note(count, pieces)
         for piece in pieces:
             answer = answers[piece.index]
-            answer.said += _read(asked, answer, piece)
+            answer.said += _read(want, answer, piece)
             answer.tokens += piece.tokens
             answer.judged += piece.logprobs
             if piece.prompt_logprobs is not None:
                 prompt_logprobs = [None if x is None else by_id(asked.site.text, x) for x in piece.prompt_logprobs]
             if piece.finish is not None:
                 ends[piece.index] = piece
-    choices = [_whole_choice(asked, answers[index], ends[index]) for index in range(len(answers))]
+    choices = [_whole_choice(asked, want, answers[index], ends[index]) for index in range(len(answers))]
     answer = {**asked.head, "choices": choices, "usage": usage(count)}
     return answer if prompt_logprobs is None else {**answer, "prompt_logprobs": prompt_logprobs}
 
 
-def _whole_choice(asked: _Asked, answer: _Answer, end: Piece) -> dict[str, Any]:
+def _whole_choice(asked: Asked, want: _Want, answer: _Answer, end: Piece) -> dict[str, Any]:
     reply = collect(one for one in answer.said if not isinstance(one, str))
     words = "".join(one for one in answer.said if isinstance(one, str)) + reply.content
     message: dict[str, Any] = {"role": "assistant", "content": words or (None if reply.calls else ""), "refusal": None}
-    if reply.reasoning and asked.body.include_reasoning is not False:
+    if reply.reasoning and want.body.include_reasoning is not False:
         message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
     if reply.calls:
         message["tool_calls"] = [call_object(call) for call in reply.calls]
@@ -255,6 +258,6 @@ def _whole_choice(asked: _Asked, answer: _Answer, end: Piece) -> dict[str, Any]:
         "finish_reason": _finish_reason(answer, end),
         "stop_reason": end.stop,
     }
-    if asked.body.return_token_ids:
+    if want.body.return_token_ids:
         choice["token_ids"] = answer.tokens
     return choice

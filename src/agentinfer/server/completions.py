@@ -33,8 +33,8 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 @frozen(eq=False)
-class _Asked(Asked):
-    """A completion that is being answered."""
+class _Want:
+    """What is asked of a completion's answer."""
 
     prompts: tuple[str, ...] | None
     """The text of each prompt, if it is to be echoed."""
@@ -60,8 +60,10 @@ async def completions(site: Site, request: Request) -> ASGIApp:
     ticket = await enter(site, request, name, items)
     texts = isinstance(given[0], str)
     ids = bool(body.return_token_ids) or site.text is None  # without a tokenizer they are all there is to say
-    asked = _Asked(site, ticket, head, params, options, echoed, texts, unwanted, ids)
-    return streamed(site, ticket, partial(_events, asked)) if body.stream else whole(site, ticket, partial(_all, asked))
+    asked, want = Asked(site, ticket, head, params, options), _Want(echoed, texts, unwanted, ids)
+    if body.stream:
+        return streamed(site, ticket, partial(_events, asked, want))
+    return whole(site, ticket, partial(_all, asked, want))
 
 
 def _params(raw: dict[str, Any], body: CompletionBody, *, unwanted: bool) -> SamplingParams:
@@ -114,69 +116,69 @@ class _Choice:
     begun: bool = False
 
 
-def _new_choices(asked: _Asked) -> list[_Choice]:
+def _new_choices(asked: Asked) -> list[_Choice]:
     decoder = reader_of(asked.params).decoder
     return [_Choice(Track(decoder)) for _ in asked.ticket.courses]
 
 
-def _said(asked: _Asked, choice: _Choice, piece: Piece) -> tuple[str, Column | None]:
+def _said(asked: Asked, want: _Want, choice: _Choice, piece: Piece) -> tuple[str, Column | None]:
     """Text and log-probabilities that *piece* adds, with the echo before the first."""
     text, most = asked.site.text, asked.params.logprobs
     words, before = "", None
     if piece.prompt_logprobs is not None:
         choice.judged = piece.prompt_logprobs
-    if not choice.begun and asked.prompts is not None and (piece.tokens or piece.finish is not None):
-        words = asked.prompts[piece.index // asked.params.n]
+    if not choice.begun and want.prompts is not None and (piece.tokens or piece.finish is not None):
+        words = want.prompts[piece.index // asked.params.n]
         if most is not None and choice.judged is not None:
             prompt = asked.ticket.courses[piece.index].item.prompt
-            start = Track(new_decoder(skip_special_tokens=asked.were_texts))
+            start = Track(new_decoder(skip_special_tokens=want.were_texts))
             before = column(text, start, prompt, choice.judged, most)
         choice.track.length = len(words)
     choice.begun = choice.begun or bool(piece.tokens)
-    if asked.unwanted:
+    if want.unwanted:
         return words, before
     after = None if most is None else column(text, choice.track, piece.tokens, piece.logprobs, most)
     return words + piece.text, joined(before, after)
 
 
-async def _events(asked: _Asked) -> AsyncIterator[dict[str, Any]]:
+async def _events(asked: Asked, want: _Want) -> AsyncIterator[dict[str, Any]]:
     choices = _new_choices(asked)
-    count = count_of(asked.ticket, asked.params.n, shown=not asked.unwanted)
+    count = count_of(asked.ticket, asked.params.n, shown=not want.unwanted)
     async for pieces in spoken(asked.site.desk, asked.ticket, asked.site.text):
         note(count, pieces)
         for piece in pieces:
-            words, judged = _said(asked, choices[piece.index], piece)
-            if words or judged is not None or piece.finish is not None or asked.show_ids:
-                choice = _choice(asked, piece, words, judged)
-                if asked.show_ids:
+            words, judged = _said(asked, want, choices[piece.index], piece)
+            if words or judged is not None or piece.finish is not None or want.show_ids:
+                choice = _choice(want, piece, words, judged)
+                if want.show_ids:
                     choice["token_ids"] = list(piece.tokens)
                 yield with_usage({**asked.head, "choices": [choice]}, asked.options, count, piece.index)
     for chunk in last_chunk(asked.head, asked.options, count):
         yield chunk
 
 
-async def _all(asked: _Asked) -> dict[str, Any]:
+async def _all(asked: Asked, want: _Want) -> dict[str, Any]:
     said = _new_choices(asked)
     ends: dict[int, Piece] = {}
-    count = count_of(asked.ticket, asked.params.n, shown=not asked.unwanted)
+    count = count_of(asked.ticket, asked.params.n, shown=not want.unwanted)
     async for pieces in spoken(asked.site.desk, asked.ticket, asked.site.text):
         note(count, pieces)
         for piece in pieces:
             choice = said[piece.index]
-            words, judged = _said(asked, choice, piece)
+            words, judged = _said(asked, want, choice, piece)
             choice.text += words
             choice.tokens += piece.tokens
             choice.column = joined(choice.column, judged)
             if piece.finish is not None:
                 ends[piece.index] = piece
-    return {**asked.head, "choices": _choices(asked, said, ends), "usage": usage(count)}
+    return {**asked.head, "choices": _choices(asked, want, said, ends), "usage": usage(count)}
 
 
-def _choices(asked: _Asked, said: list[_Choice], ends: dict[int, Piece]) -> list[dict[str, Any]]:
+def _choices(asked: Asked, want: _Want, said: list[_Choice], ends: dict[int, Piece]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, choice in enumerate(said):
-        one = _choice(asked, ends[index], choice.text, choice.column)
-        if asked.show_ids:
+        one = _choice(want, ends[index], choice.text, choice.column)
+        if want.show_ids:
             one["token_ids"] = list(choice.tokens)
             one["prompt_token_ids"] = list(asked.ticket.courses[index].item.prompt)
         if choice.judged is not None:
@@ -185,11 +187,11 @@ def _choices(asked: _Asked, said: list[_Choice], ends: dict[int, Piece]) -> list
     return found
 
 
-def _choice(asked: _Asked, piece: Piece, words: str, judged: Column | None) -> dict[str, Any]:
+def _choice(want: _Want, piece: Piece, words: str, judged: Column | None) -> dict[str, Any]:
     return {
         "index": piece.index,
         "text": words,
         "logprobs": judged,
-        "finish_reason": "length" if asked.unwanted and piece.finish is not None else piece.finish,
+        "finish_reason": "length" if want.unwanted and piece.finish is not None else piece.finish,
         "stop_reason": piece.stop,
     }
