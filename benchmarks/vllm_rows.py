@@ -46,7 +46,11 @@ class Rows:
         self.params = SamplingParams
         imported = time.time()
         self.llm = LLM(
-            model=args.folder, load_format="dummy", max_model_len=args.max_model_len, enforce_eager=args.eager
+            model=args.folder,
+            load_format="dummy",
+            max_model_len=args.max_model_len,
+            enforce_eager=args.eager,
+            tensor_parallel_size=args.tp,
         )
         ready = time.time()
         self.draw = random.Random(1234)
@@ -129,6 +133,7 @@ def main():
     parser.add_argument("--started", type=float, default=time.time(), help="when this process was started")
     parser.add_argument("--until", type=float, default=float("inf"), help="when to begin no other row")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--reinit", action="store_true")
     args = parser.parse_args()

@@ -179,7 +179,7 @@ def ours(run, folder, rows, work, more):
     return values, reports
 
 
-def theirs(run, folder, rows, work, *, reinit):
+def theirs(run, folder, rows, work, *, reinit, tp):
     """vLLM's value of each row that could be measured, and its lines."""
     file = work / "vllm.jsonl"
     file.touch()
@@ -190,6 +190,7 @@ def theirs(run, folder, rows, work, *, reinit):
     def side(name, limit_s, wanted, *flags):
         command = [sys.executable, str(HERE / "vllm_rows.py"), str(folder), str(file), "--rows", ",".join(wanted)]
         command += ["--max-model-len", "8448" if long else "4096", *flags, *(["--reinit"] if reinit else [])]
+        command += ["--tp", str(tp)]
         now = time.time()
         command += ["--started", repr(now), "--until", repr(now + min(limit_s, run.left) - 30)]
         run(f"vLLM, {name}", limit_s, command)
@@ -252,6 +253,7 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", type=lambda given: given.split(","), help="these rows: " + ", ".join(WORDS))
     parser.add_argument("--side", choices=("both", "ours", "vllm"), default="both")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model, on both sides")
     parser.add_argument("--ours", type=shlex.split, default=[], help="more flags for agentinfer bench")
     parser.add_argument("--log", type=Path, help="what the processes print (default: kept nowhere)")
     args = parser.parse_args()
@@ -267,9 +269,9 @@ def main():
         mine, reports, other, lines = {}, {}, {}, []
         try:
             if args.side != "vllm":
-                mine, reports = ours(run, folder, table, work, args.ours)
+                mine, reports = ours(run, folder, table, work, [*args.ours, "--tp", str(args.tp)])
             if args.side != "ours":
-                other, lines = theirs(run, folder, table, work, reinit=source.name.startswith("DeepSeek"))
+                other, lines = theirs(run, folder, table, work, reinit=source.name.startswith("DeepSeek"), tp=args.tp)
         finally:
             rows = compared(table, mine, other)
             if args.json:

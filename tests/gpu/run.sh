@@ -12,6 +12,7 @@
 #   persistent the tests of the persistent kernel, and benchmarks/gpu_persistent.py: its step against Triton's; PERSISTENT_ARGS adds flags
 #   ranks      two GPUs: tests/gpu/test_ranks.py, and benchmarks/gpu_ranks.py: sums between them, rows of shared models; RANKS_ARGS="--only sums"
 #              ranks-tests, ranks-bench: one of the two
+#   acceptance benchmarks/acceptance_tp4.py on four GPUs: every bound of Qwen3-8B over four, judged; ACCEPT_ARGS="--tp 2 --only eager graphs"
 #   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
@@ -135,6 +136,11 @@ for wanted; do
       # shellcheck disable=SC2086
       [ "$wanted" = ranks-tests ] || step ranks-bench "$limit" "$python" benchmarks/gpu_ranks.py --json "$out/ranks.json" \
         --seconds $((limit - ($(date +%s) - begin) - 15)) ${RANKS_ARGS:-}
+      ;;
+    acceptance)
+      # shellcheck disable=SC2086
+      SHOW=80 step acceptance "$limit" "$python" benchmarks/acceptance_tp4.py --json "$out/acceptance.json" \
+        --log "$out/acceptance.log" --seconds $((limit - ($(date +%s) - begin) - 10)) ${ACCEPT_ARGS:-}
       ;;
     sampling)
       step sampling "$bench_s" "$python" benchmarks/gpu_sampling.py --engine "configs/$model" --json "$out/sampling.json"
