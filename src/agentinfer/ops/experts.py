@@ -68,7 +68,7 @@ def experts_add(
     run: Launch, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
     shared_gate_up: Tensor | None, shared_down: Tensor | None, stream: Stream, group: Group,
 ) -> Stream:  # fmt: skip
-    """Ops.experts_add by our kernels: the sum is in the order of *experts*, then the shared ones.
+    """Ops.experts_add by our kernels: the sum is in a fixed order, shared ones first (one position) or last (more).
 
     Raises InvalidSetting if rows of the weights are no multiple of 16 bytes.
     """

@@ -23,37 +23,48 @@ def _gate_up(
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ABSENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, j): outputs n * BN and on of expert j; those from K on are shared. ABSENT: some may be -1, of which
-    the outputs are 0 and nothing is read.
+    """Program (n, i): outputs n * BN and on of expert j, the shared ones (from K on) first: their weights are loaded
+    while the choice is still made. ABSENT: some may be -1, of which the outputs are 0 and nothing is read.
     """
     if PDL:
         gdc_launch_dependents()
-    j = tl.program_id(1)
+    i = tl.program_id(1)
+    j = tl.where(i < S, K + i, i - S)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < F
     row = tl.minimum(row, F - 1)
     dims = tl.arange(0, BK)
+    at = shared + (i * F + row).to(tl.int64)[:, None] * D  # of an expert that is not shared: replaced below
+    up = at + S * F * D
+    first = tl.zeros((BN, BK), weight.dtype.element_ty)
+    first_up = first
+    if S > 0:
+        early = ((dims < D) & (i < S))[None, :]
+        first = tl.load(at + dims[None, :], mask=early, other=0.0, eviction_policy="evict_first")
+        first_up = tl.load(up + dims[None, :], mask=early, other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
-    if ABSENT:  # noqa: SIM108 - only one of the two is compiled
-        here = (j >= K) | (tl.load(experts + tl.minimum(j, K - 1)) >= 0)
-    else:
-        here = True
-    if j < K:
-        expert = tl.maximum(tl.load(experts + j), 0)
+    expert = tl.load(experts + tl.maximum(i - S, 0))
+    here = True
+    if ABSENT:
+        here = (i < S) | (expert >= 0)
+        expert = tl.maximum(expert, 0)
+    if i >= S:
         at = weight + (expert * (2 * F) + row)[:, None] * D
         up = at + F * D
-    else:
-        at = shared + ((j - K) * F + row).to(tl.int64)[:, None] * D
-        up = at + S * F * D
+        there = (dims < D) & here
+        first = tl.load(at + dims[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+        first_up = tl.load(up + dims[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
     acc = tl.zeros((BN, BK), tl.float32)
     acc_up = tl.zeros((BN, BK), tl.float32)
     for c in tl.static_range((D + BK - 1) // BK):
         col = c * BK + dims
         there = (col < D) & here
         xc = tl.load(x + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)[None, :]
-        w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(up + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+        w, v = first, first_up
+        if c > 0:
+            w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+            v = tl.load(up + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
         acc += w.to(tl.float32) * xc
         acc_up += v.to(tl.float32) * xc
     y = tl.sum(acc, 1)
@@ -67,34 +78,43 @@ def _down(
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ABSENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: numbers n * BN and on of the sum, onto what *out* holds. One expert after the other."""
+    """Program n: numbers n * BN and on of the sum, onto what *out* holds. One expert after the other, the shared ones
+    first: their weights are loaded before there is anything to multiply them by.
+    """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < D
     row = tl.minimum(row, D - 1).to(tl.int64)
     dims = tl.arange(0, BK)
+    first = tl.zeros((BN, BK), weight.dtype.element_ty)
+    if S > 0:
+        there = (dims < F)[None, :]
+        first = tl.load(shared + row[:, None] * (S * F) + dims[None, :], mask=there, other=0.0)
     if PDL:
         gdc_wait()
     before = tl.load(out + row, cache_modifier=".cg")
     acc = tl.zeros((BN, BK), tl.float32)
-    for j in tl.static_range(K + S):
+    for i in tl.static_range(S + K):
         here = True
-        if j < K:
+        if i < S:
+            at, j = shared + row[:, None] * (S * F) + i * F, K + i
+            share = 1.0
+        else:
+            j = i - S
             expert = tl.load(experts + j)
             if ABSENT:
                 here = expert >= 0
                 expert = tl.maximum(expert, 0)
             at = weight + (expert * D + row)[:, None] * F
             share = tl.load(weights + j)
-        else:
-            at = shared + row[:, None] * (S * F) + (j - K) * F
-            share = 1.0
         for c in tl.static_range((F + BK - 1) // BK):
             col = c * BK + dims
             there = (col < F) & here
             xc = tl.load(act + j * F + col, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
-            w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
+            w = first
+            if S == 0 or i > 0 or c > 0:
+                w = tl.load(at + col[None, :], mask=there[None, :], other=0.0, eviction_policy="evict_first")
             acc += w.to(tl.float32) * (xc * share)[None, :]
     tl.store(out + row, before + tl.sum(acc, 1), mask=inside)
 
@@ -118,9 +138,9 @@ def expert_gemv(
     is returned. Float32 inside, but for what is between the two products, which is of x's dtype.
 
     *gate_up* [E, 2F, D], gate rows first, *down* [E, D, F]; shared ones [2 * S * F, D] and [D, S * F] (S any whole
-    number), or None; all contiguous, of one dtype. *weights* float32, *experts* int64. The sum is in their order, then
-    the shared ones. *absent*: some of *experts* may be -1, of which nothing is added. *pdl*: the weights are complete
-    before the kernel before this one began.
+    number), or None; all contiguous, of one dtype. *weights* float32, *experts* int64. The sum begins with the shared
+    ones, the others follow in their order. *absent*: some of *experts* may be -1, of which nothing is added. *pdl*: the
+    weights are complete before the kernel before this one began.
     """
     (_, width, model), chosen = down_EDF.transpose(1, 2).shape, experts_1K.shape[1]
     more = 0 if shared_down is None else shared_down.shape[1] // width

@@ -48,7 +48,7 @@ def _logits(
 
 
 @triton.jit
-def pick(
+def pick(  # noqa: ANN201 - kernels have no types
     logits, bias, weights, experts, t, scale, least,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr,
