@@ -25,12 +25,14 @@ WRONG: list[tuple[str, Any]] = [
     *[("allowed_token_ids", x) for x in ([], 5, "5", [-1], [2**31], [1.0], [True], [None])],
     *[("bad_words", x) for x in (5, [5], [""], [[]], [[-1]], [[True]], [None], [["a"]], None)],
     *[("logits_processors", x) for x in (5, [5], [""], [None], None)],
+    *[(name, {"a": 1}) for name in ("bad_words", "logits_processors", "stop")],
+    *[(name, {5: 1}) for name in ("allowed_token_ids", "stop_token_ids")],
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
 def test_a_value_out_of_its_range_is_refused_by_name(name: str, value: Any) -> None:
-    """Numbers outside of vLLM's ranges, NaN, keys that are no token ids, empty lists: refused, naming the field."""
+    """Numbers outside of vLLM's ranges, NaN, keys that are no ids, empty lists, mappings: refused, naming the field."""
     with pytest.raises(InvalidRequest) as refusal:
         SamplingParams(**{name: value})
     assert refusal.value.field == name

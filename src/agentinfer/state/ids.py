@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NewType, TypeVar
 
 import numpy as np
@@ -25,9 +25,10 @@ T = TypeVar("T")
 
 
 def tupled(value: Iterable[T]) -> tuple[T, ...]:
-    """*value* as a tuple. What is no iterable comes back as it is, for a validator to refuse it by name."""
+    """*value* as a tuple. A mapping, and what is no iterable, come back as they are, for a validator to refuse by name."""
     given: Any = value
-    return tuple(value) if isinstance(given, Iterable) else given
+    listed = isinstance(given, Iterable) and not isinstance(given, Mapping)
+    return tuple(value) if listed else given
 
 
 def seal(*arrays: npt.NDArray[Any]) -> None:
