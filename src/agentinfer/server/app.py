@@ -17,7 +17,7 @@ from agentinfer.server import chat, completions, openapi, page, plain, tokens
 from agentinfer.server.answer import problem_response
 from agentinfer.server.guard import Keys, guarded
 from agentinfer.server.metrics import note_refusal
-from agentinfer.server.problems import Problem
+from agentinfer.server.problems import Problem, renamed
 from agentinfer.server.site import Site
 
 Endpoint = Callable[[Site, Request], Awaitable[ASGIApp]]
@@ -63,9 +63,9 @@ def _routes(site: Site) -> list[BaseRoute]:
     ]
 
 
-async def _problem(site: Site, _request: Request, problem: Problem) -> Response:
+async def _problem(site: Site, request: Request, problem: Problem) -> Response:
     note_refusal(site.desk.metrics, problem.status)
-    return problem_response(problem)
+    return problem_response(renamed(problem, request.scope.get("agentinfer.names", {})))
 
 
 async def _http_error(site: Site, request: Request, error: HTTPException) -> Response:

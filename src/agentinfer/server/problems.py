@@ -41,6 +41,16 @@ def of_invalid_request(error: InvalidRequest) -> Problem:
     return Problem(400, str(error), param=error.field)
 
 
+def renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
+    """*problem*, whose field is called what the client calls it: *names*, by what the engine does."""
+    param = problem.param or ""
+    name = names.get(param.partition(".")[0], param)
+    if param.partition(".")[0] == name.partition(".")[0]:
+        return problem
+    message = problem.message.replace(f"{param}:", f"{name}:", 1)
+    return Problem(problem.status, message, problem.type, name, problem.code, problem.headers)
+
+
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> Problem:
     """Not now: the same request may go well later, or elsewhere."""
     headers = NO_HEADERS if retry_after_s is None else {"Retry-After": str(retry_after_s)}

@@ -140,6 +140,25 @@ class DetokenizeBody(Struct, frozen=True):
     model: str | None = None
 
 
+SENT_AS: Final[Mapping[type[Struct], Mapping[str, tuple[str, ...]]]] = MappingProxyType(
+    {
+        CompletionBody: {
+            "n": ("n", "prompt"),
+            "prompt_logprobs": ("prompt_logprobs", "logprobs"),
+            "structured_outputs": ("structured_outputs", "response_format"),
+        },
+        ChatBody: {
+            "prompt": ("messages",),
+            "logprobs": ("top_logprobs",),
+            "max_tokens": ("max_completion_tokens", "max_tokens"),
+            "structured_outputs": ("structured_outputs", "response_format", "tools"),
+        },
+        GenerateBody: {"prompt": ("token_ids",)},
+    }
+)
+"""The fields of a body that the engine's field of that name is made of: of those that are there, the first."""
+_ASKS_NOTHING: Final[tuple[Any, ...]] = (None, {"type": "text"})
+
 Body = TypeVar("Body", bound=Struct)
 
 
@@ -186,6 +205,16 @@ def unknown_fields(raw: Mapping[str, Any], kind: type[Struct], also: frozenset[s
         elif value not in UNSUPPORTED[name]:
             raise invalid(name, f"{name}: is not supported")
     return unknown
+
+
+def names_of(raw: Mapping[str, Any], kind: type[Struct]) -> dict[str, str]:
+    """What the client calls the fields of the engine that have another name in *raw*, a body of this *kind*."""
+    names = {
+        name: next((field for field in fields if raw.get(field) not in _ASKS_NOTHING), name)
+        for name, fields in SENT_AS.get(kind, {}).items()
+    }
+    nested = cast(dict[str, Any], raw["sampling_params"]) if raw.get("sampling_params") and kind is GenerateBody else {}
+    return names | {name: f"sampling_params.{name}" for name in nested}
 
 
 def sampling_of(raw: Mapping[str, Any], **more: Any) -> SamplingParams:

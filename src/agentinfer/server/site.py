@@ -23,7 +23,7 @@ from agentinfer.parsers import Format
 from agentinfer.server.desk import Desk, Ticket, check_open, submit
 from agentinfer.server.mail import Item
 from agentinfer.server.problems import Problem, invalid, of_invalid_request, unavailable
-from agentinfer.server.protocol import SAMPLING, Body, StreamOptions, read_body, read_json, unknown_fields
+from agentinfer.server.protocol import SAMPLING, Body, StreamOptions, names_of, read_body, read_json, unknown_fields
 from agentinfer.text import Text
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ async def read(site: Site, request: Request, kind: type[Body], also: frozenset[s
     raw = read_json(await bytes_of(site.quotas, request))
     ignored = unknown_fields(raw, kind, also)
     body = read_body(raw, kind)
+    request.scope["agentinfer.names"] = names_of(raw, kind)
     _check_model(site, raw.get("model"))
     if ignored:
         _warn(site, ignored)
