@@ -8,8 +8,9 @@ import sys
 import torch
 from torch import Tensor
 
-from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, path_of, push_most, start_fast
+from agentinfer.ops.allreduce import STAGING, Fast, fast_add_norm, fast_sum, path_of, push_most, start_fast
 from agentinfer.ops.comm import Processes, Pulse, connect, open_store
+from agentinfer.ops.kernels.add_norm import add_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -58,6 +59,37 @@ def same_bits(comm: Processes, fast: Fast) -> None:
         assert all(torch.equal(each[0], other) for other in each)
 
 
+def norms(comm: Processes, fast: Fast) -> None:
+    """The sum and the norm in one, for rows of decode steps, in a graph replayed beside other sums: the bits of the sum
+    by NCCL, added and normed.
+    """
+    device, dtype = fast.counters.device, torch.bfloat16
+    for rows, width, split in ((1, 4096, 1), (64, 4096, 4), (256, 4096, 2), (7, 1536, 1), (256, 1024, 1)):
+        weight = torch.linspace(0.5, 1.5, width, device=device).to(dtype)
+        own = parts((split, rows, width), torch.float32, fast, rows)[fast.rank].to(
+            dtype if split == 1 else torch.float32
+        )
+        residual, x = torch.ones(rows, width, device=device), torch.ones(64, 4096, dtype=dtype, device=device)
+
+        def step(own: Tensor = own, residual: Tensor = residual, weight: Tensor = weight, x: Tensor = x) -> Tensor:
+            fast_sum(fast, x)
+            return fast_add_norm(fast, own, residual, weight, 1e-6, dtype)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        total = comm.plain_sum(own.sum(0, dtype=torch.float32).to(dtype))
+        want = torch.ones(rows, width, device=device)
+        for _ in range(51):  # the first was eager
+            normed = add_norm(want, total[None], weight, 1e-6, dtype)
+        for _ in range(50):
+            graph.replay()
+        assert torch.equal(residual, want), (rows, width, split)
+        assert torch.equal(found, normed)
+
+
 def in_graphs(fast: Fast, replays: int = 2000) -> None:
     """Replayed many times, with eager sums in between, sums stay those of what is in the input at the time."""
     x = torch.zeros(64, 4096, dtype=torch.bfloat16, device=fast.counters.device)
@@ -95,6 +127,7 @@ def main() -> None:
     comm, fast = opened(rank, size, port)
     sums(fast)
     same_bits(comm, fast)
+    norms(comm, fast)
     in_graphs(fast)
     print("right", flush=True)
 

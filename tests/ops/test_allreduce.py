@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from agentinfer.ops import allreduce
 from agentinfer.ops.allreduce import STAGING, Fast, path_of, push_most, start_fast
 from agentinfer.ops.comm import Processes, Pulse, RankLost, connect, open_store
 from agentinfer.ops.kernels import all_reduce as push
+from agentinfer.ops.norm import rms_norm
+from agentinfer.ops.provide import Stream
+from agentinfer.ops.streams import norm, over_ranks, summed
 
 CPU = torch.device("cpu")
 KIB = 1 << 10
@@ -103,7 +107,10 @@ def test_what_fails_on_one_rank_is_used_by_none(
 def test_the_trial(wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Sums are compared with those of the process group, and used only if all of them are right."""
 
-    def summed(fast: Any, x: Tensor, *, patience: int) -> Tensor:
+    def onto(fast: Any, parts: Tensor, residual: Tensor, *_: Any, patience: int) -> None:
+        residual += fast.counters.plain_sum(parts[0])
+
+    def by_group(fast: Any, x: Tensor, *, patience: int) -> Tensor:
         assert patience > 0
         total = fast.counters.plain_sum(x)
         if wrong and fast.rank == 1 and x.numel() > 1000:
@@ -113,17 +120,71 @@ def test_the_trial(wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.setattr(allreduce, "_peers_missing", lambda *_: "")
     monkeypatch.setattr(allreduce, "STAGING", 64 * KIB)
     monkeypatch.setattr(allreduce, "_open", lambda comm, rank, *_: Fast(rank, 2, None, None, comm))
-    monkeypatch.setattr(allreduce, "fast_sum", summed)
+    monkeypatch.setattr(allreduce, "fast_sum", by_group)
+    monkeypatch.setattr(allreduce, "fast_add_norm", onto)
     found, warnings = started(caplog)
     assert [fast is None for fast in found] == [wrong, wrong]
     assert len(warnings) == wrong
+
+
+class Peers:
+    """Sums four numbers by adding 100, and norms nothing but says what it was given."""
+
+    def sum(self, x: Tensor) -> Tensor | None:
+        return x + 100 if x.numel() == 4 else None
+
+    def norms(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return (rows, width, dtype) == (2, 4, torch.float16)
+
+    def add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([len(parts), *residual.shape, len(weight), eps]).to(dtype)
+
+
+def test_sums_and_norms_are_left_to_who_has_a_kernel_for_both() -> None:
+    """A stream's pending parts stay as they are where one call sums over ranks and norms; else they are summed."""
+
+    def work(comm: Processes, rank: int, _store: Any) -> bool:
+        group, weight = comm.group(rank), torch.ones(4)
+        parts = torch.arange(8.0).view(1, 2, 4).to(torch.float16)
+        plain = over_ranks(torch.zeros(2, 4), parts, torch.float16, group)
+        assert plain.unsummed is None
+        assert torch.equal(plain.pending_TD, 2 * parts)
+        comm.fast = Peers()
+        left = over_ranks(torch.zeros(2, 4), parts, torch.float16, group)
+        assert left.unsummed is group
+        assert left.pending_TD is parts
+        found, stream = norm(left, weight, torch.float16, 0.5, pdl=False)
+        assert found.tolist() == [1, 2, 4, 4, 0.5]
+        assert stream.pending_TD is stream.unsummed is None
+        assert torch.equal(summed(left, torch.float16).pending_TD, 2 * parts)
+        wide = over_ranks(torch.zeros(1, 4), parts[:, :1], torch.float16, group)
+        assert wide.unsummed is None
+        assert torch.equal(wide.pending_TD, parts[:, :1] + 100)
+        calls = comm.pulse.calls
+        comm.pulse.lost = "rank 1 died"
+        with pytest.raises(RankLost, match="rank 1 died"):
+            norm(left, weight, torch.float16, 0.5, pdl=False)
+        assert comm.pulse.calls == calls
+        return True
+
+    assert over_gloo(work) == [True, True]
+
+
+def test_a_norm_that_no_kernel_does_with_the_sum_is_done_after_it() -> None:
+    """Parts are summed here, rounded, summed over the ranks, and normed."""
+    group: Any = SimpleNamespace(sums_and_norms=lambda *_: None, all_reduce_sum=lambda x: 2 * x)
+    parts, weight = torch.arange(16.0).view(2, 2, 4) / 7, torch.ones(4)
+    found, stream = norm(Stream(torch.ones(2, 4), parts, group), weight, torch.float16, 0.5, pdl=False)
+    total = 1 + 2 * parts.sum(0).half().float()
+    assert torch.equal(stream.residual_TD, total)
+    torch.testing.assert_close(found, rms_norm(total, weight, 0.5).half())
 
 
 def test_processes_ask_it_first() -> None:
     """A sum goes the fast way where that gives one, is counted like any other, and raises once a rank is lost."""
 
     def work(comm: Processes, rank: int, _store: Any) -> bool:
-        comm.fast = lambda x: x + 100 if x.numel() == 4 else None
+        comm.fast = Peers()
         assert comm.all_reduce_sum(torch.zeros(4), rank).tolist() == [100.0] * 4
         assert comm.all_reduce_sum(torch.ones(5), rank).tolist() == [2.0] * 5
         assert comm.pulse.calls == 2

@@ -42,7 +42,7 @@ Path = Literal["push", "two_shot", "plain"]
 
 @frozen(eq=False)
 class Fast:
-    """What a rank needs to sum without NCCL."""
+    """What a rank needs to sum without NCCL; a `comm.Peers`."""
 
     rank: int
     size: int
@@ -51,6 +51,23 @@ class Fast:
     staging: Shared
     counters: Tensor
     """[RANGES, PIECES] int32: calls of each program of our kernel."""
+    pdl: bool = False
+    """Programmatic dependent launch."""
+
+    def sum(self, x: Tensor) -> Tensor | None:
+        """See Peers."""
+        return fast_sum(self, x)
+
+    def norms(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """See Peers."""
+        small = rows * width * dtype.itemsize <= push_most(self.size)
+        return small and dtype in _PUSHED and push.rows_fit(rows, width, dtype)
+
+    def add_norm(
+        self, parts_PTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        """See Peers."""
+        return fast_add_norm(self, parts_PTD, residual_TD, weight_D, eps, dtype)
 
 
 def push_most(size: int) -> int:
@@ -82,8 +99,19 @@ def fast_sum(fast: Fast, x: Tensor, *, patience: int = 0) -> Tensor | None:
     """The sum of *x* over the ranks, a new tensor; None: it goes the plain way. Waits for nothing on the host."""
     path = path_of(x, fast.size)
     if path == "push":
-        return push.all_reduce(x, fast.lent.pointers, fast.counters, fast.rank, patience=patience)
+        return push.all_reduce(x, fast.lent.pointers, fast.counters, fast.rank, patience=patience, pdl=fast.pdl)
     return two_shot_sum(fast.staging, x) if path == "two_shot" else None
+
+
+def fast_add_norm(
+    fast: Fast, parts_PTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype, *,
+    patience: int = 0,
+) -> Tensor:  # fmt: skip
+    """See `kernels.all_reduce.all_reduce_norm`. Waits for nothing on the host."""
+    return push.all_reduce_norm(
+        parts_PTD, residual_TD, weight_D, eps, dtype, fast.lent.pointers, fast.counters, fast.rank, patience=patience,
+        pdl=fast.pdl,
+    )  # fmt: skip
 
 
 def two_shot_sum(staging: Shared, x: Tensor) -> Tensor:
@@ -149,7 +177,8 @@ def _open(comm: Processes, rank: int, store: object, name: str, device: torch.de
     lent, staging = share_memory(store, name, rank, comm.size, counts, device)
     counters = torch.zeros(len(push.RANGES), push.PIECES, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
-    return Fast(rank, comm.size, lent, staging, counters)
+    pdl = torch.cuda.get_device_capability(device)[0] >= 9
+    return Fast(rank, comm.size, lent, staging, counters, pdl)
 
 
 def _trial(fast: Fast, comm: Processes, device: torch.device) -> str:
@@ -164,5 +193,9 @@ def _trial(fast: Fast, comm: Processes, device: torch.device) -> str:
             got = fast_sum(fast, x.to(dtype), patience=_PATIENCE)
             want = comm.plain_sum(x.to(dtype))
             wrong += want.numel() if got is None else (got != want).sum()
+    rows = torch.arange(8 * 64, device=device).view(8, 64) % 15 + fast.rank
+    total, ones = torch.zeros(8, 64, device=device), torch.ones(64, device=device)
+    fast_add_norm(fast, rows[None].float(), total, ones, 1e-6, torch.float32, patience=_PATIENCE)
+    wrong += (total != comm.plain_sum(rows.float())).sum()
     found = int(wrong.item())
     return f"{found} numbers of a trial were wrong" if found else ""

@@ -1,7 +1,7 @@
 """Ranks and the collectives between them. The one module that may ever know torch.distributed.
 
-A world of one touches none of it. `Processes` are ranks of a process each, over gloo or NCCL; `Threads` runs the ranks
-of a tensor-parallel group as threads of one process, so that tensor parallelism is testable anywhere.
+A world of one touches none of it. `Processes` are ranks of a process each, over gloo or NCCL; in threads.py ranks are
+threads of one process.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import torch
 from attrs import define, frozen
 from torch import Tensor
 
 from agentinfer.errors import AgentInferError
-
-T = TypeVar("T")
 
 
 class RankLost(AgentInferError, RuntimeError):
@@ -69,100 +66,6 @@ class Alone:
         """See Comm. Returns *x*."""
         del source, rank
         return x
-
-    def watched(self, event: Happens) -> Happens:
-        """See Comm. Returns *event*."""
-        return event
-
-
-class Threads:
-    """The ranks are threads of this process, which meet at a barrier. Mutable on purpose.
-
-    A rank that raises inside `run` (or calls `abort`) breaks the barrier for good: the others get RankLost instead of
-    waiting. One that stays away longer than `deadline_s` does the same.
-    """
-
-    __slots__ = ("_barrier", "_cause", "_deadline_s", "_slots", "size")
-
-    def __init__(self, size: int, deadline_s: float) -> None:
-        self.size = size
-        self._deadline_s = deadline_s
-        self._barrier = threading.Barrier(size)
-        self._slots: list[Tensor | None] = [None] * size
-        self._cause = ""
-
-    @classmethod
-    def of(cls, size: int, deadline_s: float = 60.0) -> Threads:
-        """A group of *size* ranks."""
-        if size < 1:
-            raise ValueError(f"a group needs at least one rank, not {size}")
-        return cls(size, deadline_s)
-
-    def group(self, rank: int) -> Group:
-        """This group as its member *rank* sees it."""
-        return Group(rank, self.size, self)
-
-    def abort(self, cause: str) -> None:
-        """Every collective, waiting now or called later, raises RankLost with *cause*."""
-        self._cause = self._cause or cause
-        self._barrier.abort()
-
-    def run(self, work: Callable[[Group], T]) -> list[T]:
-        """Call *work* once for each rank, each in its own thread; the results in rank order.
-
-        Raises the error of the first rank that failed by itself (not of those that only lost it).
-        """
-
-        def guarded(rank: int) -> T:
-            try:
-                return work(self.group(rank))
-            except BaseException as error:
-                self.abort(f"rank {rank} raised {type(error).__name__}: {error}")
-                raise
-
-        with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(guarded, rank) for rank in range(self.size)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise next((e for e in errors if not isinstance(e, RankLost)), errors[0])
-        return [future.result() for future in futures]
-
-    def _meet(self) -> None:
-        try:
-            self._barrier.wait(self._deadline_s)
-        except threading.BrokenBarrierError:
-            cause = self._cause or f"a rank did not come within {self._deadline_s} s"
-            raise RankLost(f"collective of {self.size} ranks given up: {cause}") from None
-
-    def _exchange(self, x: Tensor, rank: int, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Show *x* to all ranks, combine what they show; nobody goes on before all have read."""
-        self._slots[rank] = x
-        self._meet()
-        result = combine([slot for slot in self._slots if slot is not None])
-        self._meet()
-        return result
-
-    def all_reduce_sum(self, x: Tensor, rank: int) -> Tensor:
-        """See Comm. Summed in rank order in float32 (float64 stays), so every rank gets the same bits."""
-        if self.size == 1:
-            return x
-
-        def add(shown: list[Tensor]) -> Tensor:
-            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
-            total = shown[0].to(wide, copy=True)
-            for other in shown[1:]:
-                total += other
-            return total.to(x.dtype)
-
-        return self._exchange(x, rank, add)
-
-    def all_gather_last_dim(self, x: Tensor, rank: int) -> Tensor:
-        """See Comm."""
-        return x if self.size == 1 else self._exchange(x, rank, lambda shown: torch.cat(shown, dim=-1))
-
-    def broadcast(self, x: Tensor, source: int, rank: int) -> Tensor:
-        """See Comm."""
-        return x if self.size == 1 else self._exchange(x, rank, lambda shown: shown[source].clone())
 
     def watched(self, event: Happens) -> Happens:
         """See Comm. Returns *event*."""
@@ -227,6 +130,26 @@ _SLICE = timedelta(milliseconds=200)
 _WHO_S = 3.0
 
 
+class Peers(Protocol):
+    """GPUs of one host that write into each other's memory, and so sum small messages without NCCL."""
+
+    def sum(self, x: Tensor) -> Tensor | None:
+        """The sum of *x* over the ranks, a new tensor; None: it goes the plain way. Waits for nothing on the host."""
+        ...
+
+    def norms(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether `add_norm` serves so many rows of *width* numbers."""
+        ...
+
+    def add_norm(
+        self, parts_PTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        """The sum of *parts*, and over the ranks, rounded to *dtype*, goes onto *residual* in place; its norm, [T, D]
+        of *dtype*, is new.
+        """
+        ...
+
+
 class Processes:
     """The ranks are processes, which meet in a process group of torch: gloo on the host, NCCL between GPUs. Mutable:
     it holds connections, and tells *pulse* where it is.
@@ -240,8 +163,8 @@ class Processes:
     def __init__(self, group: Any, size: int, pulse: Pulse, *, on_host: bool) -> None:
         self._group = group
         self._on_host = on_host
-        self.fast: Callable[[Tensor], Tensor | None] | None = None
-        """Sums small messages without NCCL, where it gives a tensor; None: nothing does."""
+        self.fast: Peers | None = None
+        """What sums small messages without NCCL; None: nothing does."""
         self.pulse = pulse
         self.size = size
 
@@ -255,11 +178,20 @@ class Processes:
         if self.fast is not None:
             if self.pulse.lost:
                 raise RankLost(self.pulse.lost)
-            total = self.fast(x)
+            total = self.fast.sum(x)
             if total is not None:
                 self.pulse.calls += 1
                 return total
         return self.plain_sum(x)
+
+    def add_norm(
+        self, parts_PTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        """`Peers.add_norm`, of shapes that it serves."""
+        if self.pulse.lost or self.fast is None:
+            raise RankLost(self.pulse.lost or "nothing sums and norms in one here")
+        self.pulse.calls += 1
+        return self.fast.add_norm(parts_PTD, residual_TD, weight_D, eps, dtype)
 
     def plain_sum(self, x: Tensor) -> Tensor:
         """`all_reduce_sum` by the process group: each number is summed in one place and sent to all."""
@@ -447,6 +379,13 @@ class Group:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The sum of *x* over the group; of one rank, *x* itself."""
         return x if self.size == 1 else self.comm.all_reduce_sum(x, self.rank)
+
+    def sums_and_norms(self, rows: int, width: int, dtype: torch.dtype) -> Processes | None:
+        """Whose `add_norm` sums so many rows over the group and norms them in one kernel; None: nobody's."""
+        comm = self.comm
+        if not isinstance(comm, Processes) or comm.fast is None or not comm.fast.norms(rows, width, dtype):
+            return None
+        return comm
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """`[.., d] -> [.., d * size]`; of one rank, *x* itself."""

@@ -8,6 +8,8 @@ more        norm, logits and choice, `expert_rows`, then `expert_gemm`: the K pa
             those of the shared ones behind
 =========== ==================================================================================================
 
+Weights of 8 bits: `scaled_experts` in place of `expert_gemm`, for one position, too.
+
 Shapes: T positions, D model width, E experts, K experts a position, F width of an expert, G of the shared ones.
 """
 
@@ -15,23 +17,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from agentinfer.errors import InvalidSetting
 from agentinfer.ops import moe
 from agentinfer.ops.comm import Group
-from agentinfer.ops.kernels.add_norm import add_norm
 from agentinfer.ops.kernels.expert_gemm import expert_gemm, expert_tile
 from agentinfer.ops.kernels.expert_gemv import expert_gemv
 from agentinfer.ops.kernels.expert_rows import expert_rows
-from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.route import choose_experts, router_logits
 from agentinfer.ops.kernels.route_one import route_one
-from agentinfer.ops.kernels.tiles import gemm_tile
+from agentinfer.ops.kernels.scaled_experts import scaled_expert_tile, scaled_experts
 from agentinfer.ops.moe import ExpertShape, Routing
-from agentinfer.ops.products import Launch, by_gemm, gated
-from agentinfer.ops.provide import Stream
+from agentinfer.ops.products import Launch, by_gemm, gated, gemm, parts_of, product
+from agentinfer.ops.provide import Matrix, Stream
+from agentinfer.ops.scaled import Scaled
+from agentinfer.ops.streams import norm, over_ranks, summed
 
 ROUTER_ROWS = 256
 """Most rows for our own router product; beyond, cuBLAS in float32 is faster."""
@@ -55,18 +56,18 @@ def norm_route(
     if len(residual) == 1 and stream.pending_TD is None:
         routed = route_one(residual, norm_D, router_ED, bias_E, routing, eps, run.counters, pdl=run.pdl)
         return *routed, stream
-    normed = add_norm(stream.residual_TD, stream.pending_TD, norm_D, eps, norm_D.dtype, pdl=run.pdl)
+    normed, stream = norm(stream, norm_D, norm_D.dtype, eps, pdl=run.pdl)
     if len(normed) <= ROUTER_ROWS:
         logits = router_logits(normed, router_ED, pdl=run.pdl)
     else:
         logits = moe.router_logits(normed, router_ED)
     weights, experts = choose_experts(logits, bias_E, routing, pdl=run.pdl)
-    return normed, weights, experts, Stream(stream.residual_TD, None)
+    return normed, weights, experts, stream
 
 
 def experts_add(
-    run: Launch, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, stream: Stream, group: Group,
+    run: Launch, normed: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Matrix, down_EDF: Matrix,
+    shared_gate_up: Matrix | None, shared_down: Matrix | None, stream: Stream, group: Group,
 ) -> Stream:  # fmt: skip
     """Ops.experts_add by our kernels: the sum is in a fixed order, shared ones first (one position) or last (more).
 
@@ -74,25 +75,24 @@ def experts_add(
     """
     if (shared_gate_up is None) != (shared_down is None):
         raise ValueError("shared experts have two weights, or there are none; one is missing")
-    residual = stream.residual_TD
-    if stream.pending_TD is not None:
-        residual = residual + stream.pending_TD.sum(0, dtype=torch.float32)
+    residual, pending, _ = summed(stream, normed.dtype)
+    if pending is not None:
+        residual = residual + pending.sum(0, dtype=torch.float32)
     work = (normed, weights_TK, experts_TK, gate_up_EFD, down_EDF, shared_gate_up, shared_down)
-    if len(normed) == 1:
+    if len(normed) == 1 and not isinstance(gate_up_EFD, Scaled):
         if group.size == 1:
             return Stream(_one(run, *work, residual, absent=False), None)
         parts = _one(run, *work, torch.zeros_like(residual), absent=True).unsqueeze(0)
     else:
         parts = _many(run, *work, absent=group.size > 1)
     if group.size > 1:
-        total = parts.sum(0, dtype=torch.float32).to(normed.dtype)
-        parts = group.all_reduce_sum(total).unsqueeze(0)
+        return over_ranks(residual, parts, normed.dtype, group)
     return Stream(residual, parts)
 
 
 def _one(
-    run: Launch, x_1D: Tensor, weights_1K: Tensor, experts_1K: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, add_to: Tensor, *,
+    run: Launch, x_1D: Tensor, weights_1K: Tensor, experts_1K: Tensor, gate_up_EFD: Matrix, down_EDF: Matrix,
+    shared_gate_up: Matrix | None, shared_down: Matrix | None, add_to: Tensor, *,
     absent: bool,
 ) -> Tensor:  # fmt: skip
     """All experts of one position onto *add_to* in place. *absent*: other ranks may have some, which are -1 here."""
@@ -106,8 +106,8 @@ def _one(
 
 
 def _many(
-    run: Launch, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor,
-    shared_gate_up: Tensor | None, shared_down: Tensor | None, *, absent: bool,
+    run: Launch, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: Matrix, down_EDF: Matrix,
+    shared_gate_up: Matrix | None, shared_down: Matrix | None, *, absent: bool,
 ) -> Tensor:  # fmt: skip
     """[K + .., T, D]: parts whose sum is that of all experts of each position. *absent*: as in `_one`."""
     (count, model), chosen = x_TD.shape, experts_TK.shape[1]
@@ -119,17 +119,22 @@ def _many(
     if shared_gate_up is not None and shared_down is not None:
         act, more = gated(run, x_TD, shared_gate_up, None), 1
         if by_gemm(run, act, shared_down):
-            more = gemm_tile(count, model, act.shape[1], False, partial=True).split  # noqa: FBT003 - gated
+            more = parts_of(act, shared_down)
     dtype = torch.float32 if count <= WIDE_ROWS else x_TD.dtype
     parts = torch.empty((chosen + more, count, model), dtype=dtype, device=x_TD.device)
     if absent:
         parts[:chosen].zero_()
-    tile = expert_tile(count * chosen, num_experts, x_TD.dtype.itemsize)
-    rows = expert_rows(experts_TK, num_experts, tile.rows, pdl=run.pdl)
-    expert_gemm(x_TD, weights_TK, rows, gate_up_EFD, down_EDF, parts[:chosen], pdl=run.pdl, tile=tile)
+    if isinstance(gate_up_EFD, Scaled):
+        small = scaled_expert_tile(count * chosen, num_experts)
+        rows = expert_rows(experts_TK, num_experts, small.rows, pdl=run.pdl)
+        scaled_experts(x_TD, weights_TK, rows, gate_up_EFD, down_EDF, parts[:chosen], pdl=run.pdl, tile=small)
+    else:
+        tile = expert_tile(count * chosen, num_experts, x_TD.dtype.itemsize)
+        rows = expert_rows(experts_TK, num_experts, tile.rows, pdl=run.pdl)
+        expert_gemm(x_TD, weights_TK, rows, gate_up_EFD, down_EDF, parts[:chosen], pdl=run.pdl, tile=tile)
     if act is not None and shared_down is not None:
         if by_gemm(run, act, shared_down):
             gemm(act, shared_down, dtype, partial=True, out=parts[chosen:], pdl=run.pdl)
         else:
-            parts[chosen].copy_(functional.linear(act, shared_down))
+            parts[chosen].copy_(product(run, act, shared_down, None))
     return parts

@@ -56,6 +56,8 @@ class Stream(NamedTuple):
     residual_TD: Tensor
     pending_TD: Tensor | None
     """To be added to the residual by the next norm call."""
+    unsummed: Group | None = None
+    """Over whose ranks what is pending has still to be summed, rounded to the model's dtype before; None: nobody's."""
 
 
 @frozen(eq=False)
@@ -303,7 +305,7 @@ def uniform(ops: Ops) -> Ops:
     """*ops* whose first layer has something pending (zeros), as all others have: one compilation serves them all."""
 
     def embed(ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
-        residual, pending = ops.embed(ids_T, weight_VD, group)
+        residual, pending, _ = ops.embed(ids_T, weight_VD, group)
         return Stream(residual, torch.zeros_like(residual) if pending is None else pending)
 
     return evolve(ops, embed=embed)

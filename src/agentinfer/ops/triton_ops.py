@@ -25,7 +25,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from agentinfer.ops import experts, latent, linear
 from agentinfer.ops.attention import HeadShape, values_of
@@ -35,25 +34,21 @@ from agentinfer.ops.kernels import add_norm, silu
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
 from agentinfer.ops.kernels.edit import edit_rows
 from agentinfer.ops.kernels.embed import embed
-from agentinfer.ops.kernels.gemm import gemm
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
-from agentinfer.ops.products import Launch, by_gemm, gated, product
+from agentinfer.ops.products import Launch, by_gemm, gated, gemm, product
 from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, reference
 from agentinfer.ops.ragged import attend_ragged, check_heads
 from agentinfer.ops.sample import on_device
+from agentinfer.ops.scaled import Weight
+from agentinfer.ops.streams import norm, over_ranks, summed
 
 GEMM_MOST_ROWS = 64
 """Beyond, cuBLAS is faster."""
 NARROW_MOST_ROWS = 128
 """The same for weights of at most NARROW numbers."""
-
-
-def _norm(run: Launch, stream: Stream, norm_D: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Stream]:
-    normed = add_norm.add_norm(stream.residual_TD, stream.pending_TD, norm_D, eps, dtype, pdl=run.pdl)
-    return normed, Stream(stream.residual_TD, None)
 
 
 def _embed(run: Launch, ids_T: Tensor, weight_VD: Tensor, group: Group) -> Stream:
@@ -63,53 +58,57 @@ def _embed(run: Launch, ids_T: Tensor, weight_VD: Tensor, group: Group) -> Strea
 
 
 def _norm_qkv(
-    run: Launch, stream: Stream, norm_D: Tensor, weight_XD: Tensor, bias_X: Tensor | None, eps: float
+    run: Launch, stream: Stream, norm_D: Tensor, weight_XD: Weight, bias_X: Tensor | None, eps: float
 ) -> tuple[Tensor, Stream]:
     if len(stream.residual_TD) == 1 and stream.pending_TD is None:
-        x = gemv(stream.residual_TD, weight_XD, weight_XD.dtype, norm_K=norm_D, eps=eps, bias=bias_X, pdl=run.pdl)
+        x = gemv(stream.residual_TD, weight_XD, norm_D.dtype, norm_K=norm_D, eps=eps, bias=bias_X, pdl=run.pdl)
         return x, stream
-    normed, stream = _norm(run, stream, norm_D, weight_XD.dtype, eps)
+    normed, stream = norm(stream, norm_D, norm_D.dtype, eps, pdl=run.pdl)
     return product(run, normed, weight_XD, bias_X), stream
 
 
 def _norm_gate_up(
-    run: Launch, stream: Stream, norm_D: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    run: Launch, stream: Stream, norm_D: Tensor, weight: Weight, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Stream]:
-    rows, dtype = len(stream.residual_TD), weight.dtype
+    rows, dtype = len(stream.residual_TD), norm_D.dtype
     if rows == 1 and stream.pending_TD is None:
         act = gemv(
             stream.residual_TD, weight, dtype, norm_K=norm_D, eps=eps, bias=bias, gated=True, pdl=run.pdl
         )  # fmt: skip
         return act, stream
-    normed, stream = _norm(run, stream, norm_D, dtype, eps)
+    normed, stream = norm(stream, norm_D, dtype, eps, pdl=run.pdl)
     return gated(run, normed, weight, bias), stream
 
 
-def _row_add(run: Launch, x: Tensor, weight: Tensor, bias_D: Tensor | None, stream: Stream, group: Group) -> Stream:
+def _row_add(run: Launch, x: Tensor, weight: Weight, bias_D: Tensor | None, stream: Stream, group: Group) -> Stream:
     """The next sums of the stream, whatever it had pending added to the residual first: pending is one product's."""
-    residual = stream.residual_TD
-    if stream.pending_TD is not None:
-        residual = residual + stream.pending_TD.sum(0, dtype=torch.float32)
-    if group.size > 1:
+    residual, pending, _ = summed(stream, x.dtype)
+    if pending is not None:
+        residual = residual + pending.sum(0, dtype=torch.float32)
+    if group.size > 1 and bias_D is not None:
         y = group.all_reduce_sum(product(run, x, weight, None))
-        return Stream(residual, (y if bias_D is None else y + bias_D).unsqueeze(0))
+        return Stream(residual, (y + bias_D).unsqueeze(0))
+    if group.size > 1:
+        parts = gemm(x, weight, torch.float32, partial=True, pdl=run.pdl) if by_gemm(run, x, weight) else None
+        return over_ranks(residual, product(run, x, weight, None)[None] if parts is None else parts, x.dtype, group)
     if len(x) == 1:
         return Stream(gemv(x, weight, torch.float32, bias=bias_D, add_to=residual, pdl=run.pdl), None)
     if by_gemm(run, x, weight):
         return Stream(residual, gemm(x, weight, torch.float32, bias=bias_D, partial=True, pdl=run.pdl))
-    return Stream(residual, functional.linear(x, weight, bias_D).unsqueeze(0))
+    return Stream(residual, product(run, x, weight, bias_D).unsqueeze(0))
 
 
 def _norm_head(
     run: Launch, stream: Stream, samples_S: Tensor, norm_D: Tensor, weight_VD: Tensor, eps: float, group: Group,
     vocab_size: int,
 ) -> Tensor:  # fmt: skip
-    residual, wide = stream.residual_TD, torch.float32
-    if len(residual) == len(samples_S) == 1 and stream.pending_TD is None:
+    wide = torch.float32
+    residual, pending, _ = summed(stream, weight_VD.dtype)
+    if len(residual) == len(samples_S) == 1 and pending is None:
         logits = gemv(residual, weight_VD, wide, norm_K=norm_D, eps=eps, pdl=run.pdl)
     else:
         x = add_norm.add_norm(
-            residual, stream.pending_TD, norm_D, eps, weight_VD.dtype, rows=samples_S, pdl=run.pdl
+            residual, pending, norm_D, eps, weight_VD.dtype, rows=samples_S, pdl=run.pdl
         )  # fmt: skip
         logits = _wide_product(run, x, weight_VD)
     return group.all_gather_last_dim(logits)[:, :vocab_size]
@@ -140,7 +139,7 @@ def _attend(
 
 
 def _norm_latent(
-    run: Launch, stream: Stream, norm_D: Tensor, down_AD: Tensor, q_norm: Tensor | None, q_up: Tensor | None,
+    run: Launch, stream: Stream, norm_D: Tensor, down_AD: Weight, q_norm: Tensor | None, q_up: Weight | None,
     shape: LatentShape, eps: float, latent_eps: float,
 ) -> tuple[Tensor, Tensor, Stream]:  # fmt: skip
     down, stream = _norm_qkv(run, stream, norm_D, down_AD, None, eps)

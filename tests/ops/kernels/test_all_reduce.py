@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from agentinfer.ops.kernels import all_reduce as kernel
-from agentinfer.ops.kernels.all_reduce import all_reduce
+from agentinfer.ops.kernels.add_norm import add_norm
+from agentinfer.ops.kernels.all_reduce import all_reduce, all_reduce_norm, rows_fit
 
 
 class Peers:
@@ -31,6 +32,56 @@ class Peers:
             all_reduce(x, self.pointers, self.counters[rank], rank, patience=3, send=False)
             for rank, x in enumerate(parts)
         ]
+
+    def norms(
+        self, parts: list[Tensor], residual: Tensor, weight: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """One call of all ranks of the sum and the norm in one: of each, the new residual and the norm."""
+
+        def call(rank: int, **halves: bool) -> tuple[Tensor, Tensor]:
+            own = residual.clone()
+            peers = self.pointers, self.counters[rank], rank
+            return own, all_reduce_norm(parts[rank], own, weight, 1e-6, dtype, *peers, patience=3, **halves)
+
+        for rank in range(self.size):
+            own, _ = call(rank, add=False)
+            assert torch.equal(own, residual)
+        return [call(rank, send=False) for rank in range(self.size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [24, 64])
+def test_sum_and_norm_in_one(size: int, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn with plain sums of the same range: the bits of rounded parts' sum, then `add_norm`, on all ranks."""
+    monkeypatch.setattr(kernel, "RANGES", (64, 256))
+    monkeypatch.setattr(kernel, "PIECES", 16)
+    peers = Peers(size)
+    for call, (split, rows) in enumerate([(1, 1), (3, 5), (2, 16), (1, 2)]):
+        draw = torch.Generator().manual_seed(call)
+        kind = torch.float32 if split > 1 else dtype
+        parts = [torch.randn((split, rows, width), generator=draw).to(kind) for _ in range(size)]
+        residual, weight = torch.randn((rows, width), generator=draw), torch.rand(width, generator=draw).to(dtype)
+        total = torch.zeros(rows, width)
+        for part in parts:
+            total += sum(part.float()).to(dtype).float()
+        want = residual.clone()
+        normed = add_norm(want, total.to(dtype)[None], weight, 1e-6, dtype)
+        for residual_of, found in peers.norms(parts, residual, weight, dtype):
+            assert torch.equal(residual_of, want)
+            assert torch.equal(found, normed)
+        large = [torch.full((kernel.PIECES * kernel.RANGES[0] // 4 + 4,), float(r)) for r in range(size)]
+        for got in peers.sums(large):
+            assert torch.equal(got, torch.full_like(got, sum(range(size))))
+
+
+def test_rows_that_fit() -> None:
+    """One a program, as long as a piece, of whole 16 bytes."""
+    assert rows_fit(256, 8192, torch.bfloat16)
+    assert not rows_fit(257, 64, torch.bfloat16)
+    assert not rows_fit(1, 8200, torch.bfloat16)
+    assert not rows_fit(1, 60, torch.bfloat16)
+    assert rows_fit(1, 60, torch.float32)
 
 
 @pytest.mark.parametrize("size", [2, 4])

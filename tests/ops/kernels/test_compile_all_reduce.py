@@ -23,7 +23,8 @@ MARKS = re.compile(r"(?:atom|ld\\.acquire|ld\\.global|st\\.global|bar)\\.[.a-z0-
 for dtype in ("bf16", "fp16", "fp32"):
     for size, piece, warps in ((2, 2048, 4), (8, 2048, 4), (2, 16384, 8), (8, 16384, 8)):
         kernel = all_reduce._all_reduce
-        constants = dict(RANK=1, SIZE=size, PIECE=piece, PIECES=256, FROM=1 << 20, PATIENCE=0, SEND=True, ADD=True)
+        constants = dict(RANK=1, SIZE=size, PIECE=piece, PIECES=256, FROM=1 << 20, PATIENCE=0)
+        constants |= dict(SEND=True, ADD=True, PDL=True)
         types = dict(x="*" + dtype, out="*" + dtype, pointers="*i64", counters="*i32", UNITS="i32")
         places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
         aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
@@ -31,6 +32,17 @@ for dtype in ("bf16", "fp16", "fp32"):
         done = triton.compile(ASTSource(kernel, places, constants, aligned), target=GPUTarget("cuda", 90, 32),
                               options=dict(num_warps=warps))
         print(json.dumps([size, piece // warps // 512, MARKS.findall(done.asm["ptx"])]))
+        if piece < 16384 or dtype == "fp32":
+            continue
+        kernel = all_reduce._all_reduce_norm
+        constants |= dict(D=4096, BD=4096, PARTS=2)
+        types |= dict(parts="*fp32", residual="*fp32", weight="*" + dtype, eps="fp32", stride="i32")
+        places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
+        constants = {{x: constants[x] for x in kernel.arg_names if x in constants}}
+        aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
+        done = triton.compile(ASTSource(kernel, places, constants, aligned), target=GPUTarget("cuda", 90, 32),
+                              options=dict(num_warps=8))
+        print(json.dumps([size, 2, MARKS.findall(done.asm["ptx"])]))
 """
 
 
@@ -46,12 +58,12 @@ def test_it_compiles_for_hopper(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 16
     for size, words, marks in lines:
         released = [i for i, mark in enumerate(marks) if "sys.release" in mark]
         acquired = [i for i, mark in enumerate(marks) if "sys.acquire" in mark]
         sent = [i for i, mark in enumerate(marks[: released[0]]) if mark.startswith("st.global.v4")]
-        read = [i for i, mark in enumerate(marks) if mark == "ld.global.cg.v4.b32"]
+        read = [i for i, mark in enumerate(marks) if i > released[0] and mark == "ld.global.cg.v4.b32"]
         assert len(released) == size - 1
         assert len(sent) == len(read) == words * (size - 1)
         assert len(acquired) >= size - 1
