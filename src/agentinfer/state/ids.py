@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NewType, TypeVar
+from typing import Any, NewType, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,11 @@ T = TypeVar("T")
 
 
 def tupled(value: Iterable[T]) -> tuple[T, ...]:
-    """*value* as a tuple. A mapping, and what is no iterable, come back as they are, for a validator to refuse by name."""
+    """*value* as a tuple. Mappings, and what is no iterable, come back as they are, for a validator to refuse by name."""
     given: Any = value
-    listed = isinstance(given, Iterable) and not isinstance(given, Mapping)
-    return tuple(value) if listed else given
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        return cast(Any, given)
+    return tuple(value)
 
 
 def seal(*arrays: npt.NDArray[Any]) -> None:
