@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def tupled(value: Iterable[T]) -> tuple[T, ...]:
-    """*value* as a tuple. Mappings, and what is no iterable, come back as they are, for a validator to refuse by name."""
+    """*value* as a tuple. Mappings, and what is no iterable, come back as they are: a validator refuses them."""
     given: Any = value
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         return cast(Any, given)
