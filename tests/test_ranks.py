@@ -24,12 +24,13 @@ from agentinfer.lead import LOAD_S, Diverged, Lead, follow
 from agentinfer.lifeline import Beat, late
 from agentinfer.loop import Engine, Result, generate, open_engine, run, start
 from agentinfer.models.model import kv_layout, load_model
-from agentinfer.ops.comm import Group, Pulse, Ranks, Threads, alone, connect, open_store
+from agentinfer.ops.comm import Group, Pulse, Ranks, alone, connect, open_store
 from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.parts import choose_parts
 from agentinfer.ops.provide import reference
 from agentinfer.ops.sample import idle
+from agentinfer.ops.threads import Threads
 from agentinfer.sampling import edited
 from agentinfer.scoring import score
 from agentinfer.speculative import Tally, draft_model

@@ -132,7 +132,6 @@ def test_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_all_of_it(tmp_path: Path) -> None:
     """Over gloo, with real weights and a tokenizer: no part fails, and what can be judged on a CPU is met."""
-    pytest.importorskip("transformers")
     model, lite = tiny.write_tiny(tmp_path / "model", vocab_size=400), deepseeks.write(tmp_path / "lite")
     words = vs_vllm.model_folder(model, tmp_path / "words") / "tokenizer.json"
     (model / words.name).write_bytes(words.read_bytes())

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from agentinfer.models.model import Model, kv_layout, load_model
-from agentinfer.ops.comm import Ranks, Threads, alone
+from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.inputs import by_hand
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.provide import Ops, reference
+from agentinfer.ops.threads import Threads
 
 ROWS, BLOCKS_A_ROW = 6, 16
 

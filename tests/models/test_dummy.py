@@ -11,7 +11,8 @@ from torch import Tensor
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.model import dummy_model, random_model, read_config
 from agentinfer.models.weights import Fused, Spec, dummy_tensors, tree_leaves
-from agentinfer.ops.comm import Group, Ranks, Threads, alone
+from agentinfer.ops.comm import Group, Ranks, alone
+from agentinfer.ops.threads import Threads
 from models.stored import configure
 
 CPU = torch.device("cpu")

@@ -28,9 +28,10 @@ from agentinfer.models.model import (
     weight_sizes,
 )
 from agentinfer.models.weights import Fused, Part, Spec, part_of, tree_leaves
-from agentinfer.ops.comm import Ranks, Threads, alone
+from agentinfer.ops.comm import Ranks, alone
 from agentinfer.ops.provide import reference
 from agentinfer.ops.scaled import FLOAT8, Scaled, dequantized
+from agentinfer.ops.threads import Threads
 from models.drive import Driver
 from models.test_fp8 import CONFIG as RAGGED
 

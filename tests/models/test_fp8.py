@@ -20,7 +20,8 @@ from agentinfer.models.fields import Fields
 from agentinfer.models.model import load_model
 from agentinfer.models.weights import tree_leaves
 from agentinfer.ops import scaled
-from agentinfer.ops.comm import Ranks, Threads, alone
+from agentinfer.ops.comm import Ranks, alone
+from agentinfer.ops.threads import Threads
 from models import drive
 
 CONFIG: Mapping[str, Any] = {

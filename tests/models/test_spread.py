@@ -11,8 +11,9 @@ import deepseeks
 from agentinfer.errors import CheckpointError, InvalidSetting
 from agentinfer.models.model import load_model, random_model, read_config, weight_sizes
 from agentinfer.models.weights import tree_leaves
-from agentinfer.ops.comm import Group, Ranks, Threads
+from agentinfer.ops.comm import Group, Ranks
 from agentinfer.ops.moe import ExpertShape
+from agentinfer.ops.threads import Threads
 
 ROOT = Path(__file__).parents[2]
 

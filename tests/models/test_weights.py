@@ -28,7 +28,8 @@ from agentinfer.models.weights import (
     tree_leaves,
     tree_map,
 )
-from agentinfer.ops.comm import Group, Ranks, Threads, alone
+from agentinfer.ops.comm import Group, Ranks, alone
+from agentinfer.ops.threads import Threads
 from models.stored import CONFIG, NAMES, TENSORS, configure, equal, load, store
 
 CPU = torch.device("cpu")
@@ -306,7 +307,8 @@ import json, sys, threading
 from pathlib import Path
 import torch
 from agentinfer.models.model import load_model, read_config, weight_sizes
-from agentinfer.ops.comm import Group, Ranks, Threads
+from agentinfer.ops.comm import Group, Ranks
+from agentinfer.ops.threads import Threads
 torch.set_num_threads(1)
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024

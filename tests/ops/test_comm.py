@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from agentinfer.ops.comm import Alone, Group, RankLost, Threads, alone
+from agentinfer.ops.comm import Alone, Group, RankLost, alone
+from agentinfer.ops.threads import Threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

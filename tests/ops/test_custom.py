@@ -10,9 +10,10 @@ from torch import Tensor
 
 from agentinfer.ops import attention, custom
 from agentinfer.ops import kv as kvs
-from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.comm import Group, alone
 from agentinfer.ops.inputs import by_hand, tables_of
 from agentinfer.ops.rope import RopeSpec, cos_sin
+from agentinfer.ops.threads import Threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 

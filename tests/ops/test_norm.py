@@ -8,7 +8,8 @@ from torch import Tensor
 
 from agentinfer.ops import linear as linears
 from agentinfer.ops import norm
-from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.comm import Group, alone
+from agentinfer.ops.threads import Threads
 
 SHAPES = [(1, 8), (5, 48), (3, 2, 16)]
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.comm import Group, alone
 from agentinfer.ops.parts import choose_parts, sample_parts
 from agentinfer.ops.sample import sample
+from agentinfer.ops.threads import Threads
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.plan import SamplingColumns
 

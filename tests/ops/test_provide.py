@@ -11,12 +11,13 @@ from torch import Tensor
 
 from agentinfer.ops import kv as kvs
 from agentinfer.ops import norm, provide
-from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.comm import Group, alone
 from agentinfer.ops.custom import opaque_ops
 from agentinfer.ops.inputs import Inputs, by_hand
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.provide import HeadShape, Ops, Stream
 from agentinfer.ops.rope import RopeSpec, cos_sin
+from agentinfer.ops.threads import Threads
 
 GROUP = alone().tp
 SHAPE = HeadShape(6, 2, 8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from agentinfer.errors import InvalidSetting
 from agentinfer.ops import experts as ours
 from agentinfer.ops import moe, provide
-from agentinfer.ops.comm import Group, Threads, alone
+from agentinfer.ops.comm import Group, alone
 from agentinfer.ops.kernels.add_norm import add_norm
 from agentinfer.ops.kernels.expert_gemm import ExpertTile, expert_gemm, expert_tile
 from agentinfer.ops.kernels.expert_gemv import expert_gemv
@@ -25,6 +25,7 @@ from agentinfer.ops.kernels.tiles import GemvTile
 from agentinfer.ops.moe import Routing
 from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import Stream
+from agentinfer.ops.threads import Threads
 
 RUN = Launch(pdl=False, gemm_rows=0, narrow_rows=0, counters=torch.zeros(1, dtype=torch.int32))
 LITE = Routing(3, "softmax", normalise=False)

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from agentinfer.ops import sample
-from agentinfer.ops.comm import Group, Threads
+from agentinfer.ops.comm import Group
 from agentinfer.ops.kernels import sample as kernel
 from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
+from agentinfer.ops.threads import Threads
 from agentinfer.state.columns import PARAMS
 
 
