@@ -19,7 +19,7 @@ SAYS = {
 }
 
 
-CLIENTS = ("langchain_chat.py", "openai_client.py")
+CLIENTS = ("langchain_chat.py", "locust_load.py", "openai_client.py")
 """They talk to a server, with packages that are not ours."""
 
 
