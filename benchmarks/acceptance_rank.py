@@ -125,7 +125,8 @@ def traced(engine, out, prompt_tokens, steps):
     warm, lead = 3, 8
     tokens = lead + warm + steps + 12
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    seq = engine.add(Request(tuple(range(1, prompt_tokens + 1)), params))
+    size = engine.machine.limits.vocab_size
+    seq = engine.add(Request(tuple((7 * i + 1) % size for i in range(prompt_tokens)), params))
     for _ in range(lead):
         engine.step()
     first = engine.world.state.step + 2

@@ -1,10 +1,12 @@
 """Two GPUs of one host: sums between them by size, and the rows of models that they share.
 
-    python benchmarks/gpu_ranks.py --json OUT.json [--only sums 8b-latency 8b-mix lite-ep lite-cut] [--seconds 560]
+    python benchmarks/gpu_ranks.py --json OUT.json [--only sums 8b-latency ..] [--profile 8b-eager 8b lite]
 
+Without --only all is measured, what says most first; each row has its own limit, and what has no time left says so.
 Sums are timed in a captured graph, each after the other, over inputs of 8 KB to 4 MB: by NCCL, by torch's one-shot and
 two-shot over symmetric memory, by our kernel, and by the way that the engine chooses. Rows are `agentinfer bench` with
-dummy weights, beside the memory that both GPUs had taken (nvidia-smi).
+dummy weights, beside the memory that both GPUs had taken (nvidia-smi). --profile traces 16 steps of batch 1 on both
+ranks: time in sums and time busy, microseconds a step, the least of the ranks (who comes early waits in a sum).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from acceptance_checks import least_of
 from gpu_time import captured
 from torch import Tensor
 
@@ -34,13 +37,23 @@ ROOT = Path(__file__).parents[1]
 SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
 LATENCY = "latency --batch-sizes 1,64 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 --max-model-len 4096"
 MIX = "throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 4096"
+EAGER = "latency --batch-sizes 1 --contexts 128 --max-model-len 1024 --max-num-seqs 1 --eager --runs 1 --steps 96"
 ROWS = {
-    "8b-latency": ("Qwen3-8B", LATENCY),
-    "8b-mix": ("Qwen3-8B", MIX),
-    "lite-ep": ("DeepSeek-V2-Lite", f"{LATENCY} --ep"),
-    "lite-cut": ("DeepSeek-V2-Lite", LATENCY),
-    "8b-eager": ("Qwen3-8B", "latency --batch-sizes 1 --contexts 128 --max-model-len 1024 --max-num-seqs 1 --eager"),
+    "8b-latency": ("Qwen3-8B", LATENCY, 120.0),
+    "8b-eager": ("Qwen3-8B", f"{EAGER} --warmup 16 --no-prefix-cache", 90.0),
+    "lite-ep": ("DeepSeek-V2-Lite", f"{LATENCY} --ep", 120.0),
+    "8b-mix": ("Qwen3-8B", MIX, 150.0),
+    "lite-cut": ("DeepSeek-V2-Lite", LATENCY, 120.0),
 }
+"""Model, flags of `agentinfer bench`, seconds that it may take."""
+PROFILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8b-eager": ("Qwen3-8B", {"eager": True}),
+    "8b": ("Qwen3-8B", {}),
+    "lite-eager": ("DeepSeek-V2-Lite", {"ep": True, "eager": True}),
+    "lite": ("DeepSeek-V2-Lite", {"ep": True}),
+}
+ORDER = ("8b-latency", "sums", *list(ROWS)[1:])
+_SUMS_S = _PROFILE_S = 100.0
 
 
 def sums_of(rank: int, size: int, port: int) -> dict[str, Any]:
@@ -100,7 +113,7 @@ def taken_mib() -> list[int]:
 
 def row(name: str, seconds: float) -> dict[str, Any]:
     """What `agentinfer bench` says of row *name*, and the most memory that each GPU had taken."""
-    model, flags = ROWS[name]
+    model, flags, most_s = ROWS[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         bench, *rest = flags.split()
@@ -115,18 +128,51 @@ def row(name: str, seconds: float) -> dict[str, Any]:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            subprocess.run([*command, "--dummy-weights", "--output", str(out), *rest], check=True, timeout=seconds)
+            subprocess.run(
+                [*command, "--dummy-weights", "--output", str(out), *rest], check=True, timeout=min(seconds, most_s)
+            )
         finally:
             done.set()
             watcher.join()
         return {**json.loads(out.read_text()), "memory_mib": most}
 
 
+def profiled(name: str, seconds: float, tp: int = 2, folder: Path | None = None, **more: Any) -> dict[str, Any]:
+    """What traces of all ranks say of profile *name*: microseconds a step, the least of the ranks. *folder*: of another
+    model; *more*: other settings.
+    """
+    model, changes = PROFILES[name]
+    settings = {"device": "cuda", "dummy_weights": True, "max_num_seqs": 1, "max_model_len": 1024, "seed": 0}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch)
+        job: dict[str, Any] = {"folder": str(folder or ROOT / "configs" / model), "tp": tp, "out": scratch}
+        job["settings"] = {**settings, "prefix_cache": False, **changes, **more}
+        job["do"] = [["trace", {"prompt_tokens": 128, "steps": 16}]]
+        (out / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, str(Path(__file__).with_name("acceptance_rank.py")), str(out / "job.json")]
+        subprocess.run(command, check=True, timeout=min(seconds, _PROFILE_S))
+        each = [json.loads((out / f"rank-{rank}.json").read_text("utf-8")) for rank in range(tp)]
+    traces = [one["trace"] for one in each]
+    found = {key: least_of(traces, key) for key in ("sum_us", "sums", "busy_us")}
+    return {**found, "host_ms": [one["host_ms"] for one in each], "kernels": traces[0]["kernels"]}
+
+
+def measured(name: str, left: float) -> dict[str, Any]:
+    """`sums`, a row of ROWS, or `profile NAME`."""
+    kind, _, which = name.partition(" ")
+    return (
+        profiled(which, left) if kind == "profile" else sums(min(left, _SUMS_S)) if name == "sums" else row(name, left)
+    )
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", choices=("sums", *ROWS), default=["sums", *ROWS])
+    parser.add_argument(
+        "--only", nargs="+", choices=ORDER, help="these, in this order (default: all, if nothing is profiled)"
+    )
+    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[])
     parser.add_argument("--seconds", type=float, default=560.0, help="for all (default: 560)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -136,20 +182,20 @@ def main() -> None:
         print(json.dumps(sums_of(args.rank, 2, args.port)), flush=True)
         os._exit(0)  # whatever NCCL still waits for
     until, report = time.monotonic() + args.seconds, dict[str, Any]()
-    for name in args.only:
+    wanted = args.only or ([] if args.profile else ORDER)
+    for name in (*wanted, *(f"profile {one}" for one in args.profile)):
         left = until - time.monotonic()
         if left < 20:
             report[name] = {"error": "no time left"}
             continue
         try:
-            report[name] = sums(min(left, 120.0)) if name == "sums" else row(name, left)
+            report[name] = measured(name, left)
         except Exception as error:  # noqa: BLE001 - the other rows are worth their time
             report[name] = {"error": f"{type(error).__name__}: {error}"}
         if args.json is not None:
             args.json.write_text(json.dumps(report))
-        shown = report[name] if name == "sums" or "error" in report[name] else {
-            key: report[name].get(key) for key in ("decode", "prefill", "served", "memory_mib")
-        }  # fmt: skip
+        keys = ("decode", "prefill", "served", "memory_mib")
+        shown = {key: report[name][key] for key in keys if key in report[name]} or report[name]
         print(name, json.dumps(shown)[:2000], flush=True)
     sys.exit(any("error" in found for found in report.values()))
 
