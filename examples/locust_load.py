@@ -1,4 +1,4 @@
-"""Locust and a server of this package, or any with OpenAI's API: 20 clients, each with a request at a time, for a minute.
+"""Locust and a server of this package, or any with OpenAI's API: 20 clients, each with a request at a time.
 
     agentinfer serve demo &
     pip install locust
