@@ -33,9 +33,10 @@ from agentinfer.ops.kernels.expert_gemv import down_tile, expert_gemv
 from agentinfer.ops.kernels.expert_rows import expert_rows
 from agentinfer.ops.kernels.route import choose_experts, router_logits
 from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile
+from agentinfer.ops.mla import LatentShape
 from agentinfer.ops.moe import Routing
-from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import Stream
+from agentinfer.ops.triton_ops import launch_on
 
 CUDA = torch.device("cuda")
 BANDWIDTH = 4.57e6
@@ -54,14 +55,20 @@ class Sizes:
     width: int
     shared: int
     routing: Routing
+    vocabulary: int
+
+    @property
+    def latent(self) -> LatentShape:
+        """The heads of latent attention."""
+        return LatentShape(self.heads, 128, 64, 512, 128)
 
 
 V3 = Routing(8, "sigmoid", normalise=True, scale=2.5, groups=8, kept_groups=4, group_score="top2")
 MODELS = {
-    "V2-Lite": Sizes(2048, 16, 64, 1408, 2816, Routing(6, "softmax", normalise=False)),
-    "V3": Sizes(7168, 128, 256, 2048, 2048, V3),
-    "V3-tp8": Sizes(7168, 16, 256, 256, 256, V3),
-    "Qwen3-30B": Sizes(2048, 32, 128, 768, 0, Routing(8, "softmax", normalise=True)),
+    "V2-Lite": Sizes(2048, 16, 64, 1408, 2816, Routing(6, "softmax", normalise=False), 102400),
+    "V3": Sizes(7168, 128, 256, 2048, 2048, V3, 129280),
+    "V3-tp8": Sizes(7168, 16, 256, 256, 256, V3, 16160),
+    "Qwen3-30B": Sizes(2048, 32, 128, 768, 0, Routing(8, "softmax", normalise=True), 151936),
 }
 
 
@@ -168,7 +175,7 @@ def expert_sets(s: Sizes, w: Weights, rows: int, report: Report) -> None:
     report.time("expert rows", rows, 0, 1, lambda _, __: expert_rows(routes, s.experts, default.rows, pdl=True))
 
     residual = rand(rows, s.model, dtype=torch.float32)
-    run, tp = Launch(pdl=True, gemm_rows=64, counters=torch.zeros(0)), alone().tp
+    run, tp = launch_on(CUDA), alone().tp
 
     def layer(i: int, _: Any) -> Stream:
         *work, stream = ours.norm_route(run, Stream(residual, None), w.norm, w.router, w.bias, s.routing, 1e-6)

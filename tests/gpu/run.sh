@@ -13,6 +13,7 @@
 #   ranks      two GPUs: tests/gpu/test_ranks.py, and benchmarks/gpu_ranks.py: sums between them, rows of shared models; RANKS_ARGS="--only sums"
 #              ranks-tests, ranks-bench: one of the two
 #   acceptance benchmarks/acceptance_tp4.py on four GPUs: every bound of Qwen3-8B over four, judged; ACCEPT_ARGS="--tp 2 --only eager graphs"
+#   latent     benchmarks/gpu_layer.py: every part of a DeepSeek-V2-Lite layer and the whole one, ours and vLLM's; LATENT_ARGS="--rows 1"
 #   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
@@ -21,7 +22,7 @@
 #   profile-N  the same at batch N, 1,073 keys a row, with noise
 #   prefill-profile   a trace of 16 steps of mix that compute 8,192 positions of prompts, and its table
 #   flash-attn build FlashAttention's forward kernels from .dev/flash_attn.tar.xz (tools/carry_flash_attn.sh), and its tests
-#   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags,
+#   vs-MODEL   benchmarks/vs_vllm.py: vs-Qwen3-8B, vs-Qwen3-0.6B, vs-DeepSeek-V2-Lite; VS_ARGS="--only mix" adds flags ("--side ours": without vLLM's),
 #              OURS="--ops triton" adds them to `agentinfer bench`
 #   memcheck   the small kernel tests under compute-sanitizer; MEMCHECK_K="gemv or sample" chooses
 #
@@ -141,6 +142,10 @@ for wanted; do
       # shellcheck disable=SC2086
       SHOW=80 step acceptance "$limit" "$python" benchmarks/acceptance_tp4.py --json "$out/acceptance.json" \
         --log "$out/acceptance.log" --seconds $((limit - ($(date +%s) - begin) - 10)) ${ACCEPT_ARGS:-}
+      ;;
+    latent)
+      # shellcheck disable=SC2086
+      SHOW=90 step latent 120 "$python" benchmarks/gpu_layer.py --json "$out/latent.json" --seconds 105 ${LATENT_ARGS:-}
       ;;
     sampling)
       step sampling "$bench_s" "$python" benchmarks/gpu_sampling.py --engine "configs/$model" --json "$out/sampling.json"
