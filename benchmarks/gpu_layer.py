@@ -4,8 +4,8 @@ cold memory, by our kernels and by vLLM's, against the time that their bytes tak
     python benchmarks/gpu_layer.py [--json FILE] [--seconds S] [--model V2-Lite] [--rows 1 64 256] [--contexts 256 1024]
 
 Tiles are those of the rules; `gpu_experts.py` tries others. Ours comes first, then vLLM's where it is, whose import
-takes long. "experts" are the routed ones, which vLLM sorts, multiplies and sums; "attend" is all from the query to the heads'
-output. The floor is what must be read at 4.57 TB/s.
+takes long. "experts" are the routed ones, which vLLM sorts, multiplies and sums; "attend" is all from the query to the
+heads' output. The floor is what must be read at 4.57 TB/s.
 """
 
 from __future__ import annotations
