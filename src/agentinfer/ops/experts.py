@@ -31,7 +31,6 @@ from agentinfer.ops.kernels.scaled_experts import scaled_expert_tile, scaled_exp
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch, by_gemm, gated, gemm, parts_of, product
 from agentinfer.ops.provide import Matrix, Stream
-from agentinfer.ops.scaled import Scaled
 from agentinfer.ops.streams import norm, over_ranks, summed
 
 ROUTER_ROWS = 256
@@ -79,7 +78,7 @@ def experts_add(
     if pending is not None:
         residual = residual + pending.sum(0, dtype=torch.float32)
     work = (normed, weights_TK, experts_TK, gate_up_EFD, down_EDF, shared_gate_up, shared_down)
-    if len(normed) == 1 and not isinstance(gate_up_EFD, Scaled):
+    if len(normed) == 1 and isinstance(gate_up_EFD, Tensor):
         if group.size == 1:
             return Stream(_one(run, *work, residual, absent=False), None)
         parts = _one(run, *work, torch.zeros_like(residual), absent=True).unsqueeze(0)
@@ -124,7 +123,7 @@ def _many(
     parts = torch.empty((chosen + more, count, model), dtype=dtype, device=x_TD.device)
     if absent:
         parts[:chosen].zero_()
-    if isinstance(gate_up_EFD, Scaled):
+    if not isinstance(gate_up_EFD, Tensor):
         small = scaled_expert_tile(count * chosen, num_experts)
         rows = expert_rows(experts_TK, num_experts, small.rows, pdl=run.pdl)
         scaled_experts(x_TD, weights_TK, rows, gate_up_EFD, down_EDF, parts[:chosen], pdl=run.pdl, tile=small)

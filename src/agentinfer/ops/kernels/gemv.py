@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from attrs import evolve
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from agentinfer.ops.kernels.launch import Direct
 from agentinfer.ops.kernels.tiles import GemvTile, gemv_tile
+from agentinfer.ops.scaled import BLOCK, Scaled, Weight
 
 
 @triton.jit
@@ -35,12 +37,23 @@ def _weights(at, dims, CHUNK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _scaled(x, scales, row, col, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns *col* of *x* times the scales that row *row* of the weight has there, one for BLOCK x BLOCK; 0: none."""
+    if BLOCK:
+        blocks = row // BLOCK * ((K + BLOCK - 1) // BLOCK) + col // BLOCK
+        x *= tl.load(scales + blocks, mask=col < K, other=0.0)
+    return x
+
+
+@triton.jit
 def _gemv(
-    x, norm, weight, bias, out, eps,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, norm, weight, scales, bias, out, eps,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, GLU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: outputs n * BN and on. GLU: rows of the gate at 0, of up at N. ADD: onto what *out* holds."""
+    """Program n: outputs n * BN and on. BLOCK: rows and columns of the weight that have one of *scales*; 0: none has.
+    GLU: rows of the gate at 0, of up at N. ADD: onto what *out* holds.
+    """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -71,10 +84,10 @@ def _gemv(
             s = scale if c == 0 else tl.load(norm + col, mask=col < K, other=0.0)
             xc *= s.to(tl.float32)
         w = first if c == 0 else _weights(at, dims, c, K, BK)
-        acc += w.to(tl.float32) * xc[None, :]
+        acc += w.to(tl.float32) * _scaled(xc, scales, tl.program_id(0) * BN, col, K, BLOCK)[None, :]
         if GLU:
             up = first_up if c == 0 else _weights(at + N * K, dims, c, K, BK)
-            acc_up += up.to(tl.float32) * xc[None, :]
+            acc_up += up.to(tl.float32) * _scaled(xc, scales, N + tl.program_id(0) * BN, col, K, BLOCK)[None, :]
     y = tl.sum(acc, 1)
     y_up = tl.sum(acc_up, 1)
     if NORM:
@@ -95,9 +108,15 @@ def _gemv(
 _run = Direct(_gemv)
 
 
+def tile_of(n: int, k: int, gated: bool, *, scaled: bool) -> GemvTile:
+    """`gemv_tile`; gated and scaled, two sums and two rows of scales leave room for half as many rows."""
+    tile = gemv_tile(n, k, gated)
+    return evolve(tile, rows=max(1, tile.rows // 2)) if gated and scaled else tile
+
+
 def gemv(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     dtype: torch.dtype,
     *,
     norm_K: Tensor | None = None,
@@ -110,22 +129,26 @@ def gemv(
 ) -> Tensor:
     """x @ weight^T, [1, N] of *dtype*. Float32 inside.
 
-    *x* is [1, K], *weight* [N, K] ([2N, K] if gated: rows of the gate, then of up), contiguous. In this order: x is
-    normed (root mean square, *norm_K* and *eps*) unless there is no norm; *bias* is added; *gated* makes silu(gate) *
-    up of the two halves; the result is added to *add_to* ([1, N] float32) in place, which is then what is returned.
+    *x* is [1, K], *weight* [N, K] ([2N, K] if gated: rows of the gate, then of up), contiguous; in 8 bits, N is a
+    multiple of 128 if gated. In this order: x is normed (root mean square, *norm_K* and *eps*) unless there is no norm;
+    *bias* is added; *gated* makes silu(gate) * up of the two halves; the result is added to *add_to* ([1, N] float32)
+    in place, which is then what is returned.
 
     *pdl*: take part in programmatic dependent launch: *weight* must be complete before the kernel before this one
     began.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    t = gemv_tile(n, k, gated) if tile is None else tile
+    w, scales, block = (weight.stored, weight.scales, BLOCK) if isinstance(weight, Scaled) else (weight, weight, 0)
+    if gated and block and n % block:
+        raise ValueError(f"gate and up of {n} rows each: their scales would share blocks")
+    t = tile_of(n, k, gated, scaled=block > 0) if tile is None else tile
     out = torch.empty((1, n), dtype=dtype, device=x.device) if add_to is None else add_to
     _run(
         (-(-n // t.rows), 1, 1),
-        (x, weight if norm_K is None else norm_K, weight, weight if bias is None else bias, out),
+        (x, w if norm_K is None else norm_K, w, scales, w if bias is None else bias, out),
         (eps,),
-        (n, k, t.rows, t.chunk, norm_K is not None, bias is not None, gated, add_to is not None, pdl),
+        (n, k, t.rows, t.chunk, block, norm_K is not None, bias is not None, gated, add_to is not None, pdl),
         warps=t.warps, pdl=pdl,
     )  # fmt: skip
     return out
