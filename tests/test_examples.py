@@ -11,6 +11,9 @@ import pytest
 
 import sources
 import toys
+from agentinfer.build import Settings
+from agentinfer.loop import generate, open_engine
+from agentinfer.state.request import SamplingParams
 from tiny import write_tiny
 
 SAYS = {
@@ -19,6 +22,9 @@ SAYS = {
 }
 
 
+RANKS = ("ranks_weights.py",)
+"""Started by torchrun."""
+
 CLIENTS = ("langchain_chat.py", "locust_load.py", "openai_client.py")
 """They talk to a server, with packages that are not ours."""
 
@@ -26,7 +32,7 @@ CLIENTS = ("langchain_chat.py", "locust_load.py", "openai_client.py")
 def test_every_example_is_known() -> None:
     """Each is run here, or is a client's, which at least compiles."""
     found = {path.name: path for path in (sources.ROOT / "examples").glob("*.py")}
-    assert sorted(found) == sorted((*SAYS, *CLIENTS))
+    assert sorted(found) == sorted((*SAYS, *RANKS, *CLIENTS))
     for name in CLIENTS:
         compile(found[name].read_text("utf-8"), name, "exec")
 
@@ -39,3 +45,19 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(SAYS[name], done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_an_example_of_several_ranks_runs(name: str, tmp_path: Path) -> None:
+    """Two ranks go on with the weights that each of them gave: as one rank does with those."""
+    folder = write_tiny(tmp_path / "old")
+    new = write_tiny(tmp_path / "new", lambda tensors: tensors["lm_head.weight"].neg_())
+    torchrun = "from torch.distributed.run import main; main()"
+    command = [sys.executable, "-c", torchrun, "--nproc-per-node", "2", str(sources.ROOT / "examples" / name)]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    settings = Settings(num_blocks=64, max_num_seqs=4, max_model_len=64)
+    each = [generate(open_engine(one, settings), [[1, 2, 3], [4, 5, 6, 7]], params) for one in (folder, new)]
+    want = [f"version {i}: {result.output_ids}" for pair in zip(*each, strict=True) for i, result in enumerate(pair)]
+    assert done.stdout.splitlines() == want
