@@ -108,7 +108,7 @@ class Reader:
     min_tokens: int = 0
     """A stop string that ends within the text of so many tokens does not count."""
     count: int = 0
-    """Tokens read."""
+    """Tokens read, where stop strings are looked for."""
     held: str = ""
     """Text that may still become a stop string."""
     found: str | None = None
@@ -126,9 +126,8 @@ def read(text: Text, reader: Reader, ids: Iterable[int]) -> tuple[Reader, str]:
     counts even where special tokens are skipped. Nothing after it is read: `found` and `count` say where that was.
     """
     if not reader.stop:
-        ids = tuple(ids)
         decoder, words = feed(text, reader.decoder, ids)
-        return evolve(reader, decoder=decoder, count=reader.count + len(ids)), words
+        return reader if decoder is reader.decoder else evolve(reader, decoder=decoder), words
     pieces: list[str] = []
     for token in ids:
         if reader.found is not None:

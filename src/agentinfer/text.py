@@ -23,7 +23,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -355,7 +355,7 @@ def feed(text: Text, decoder: Decoder, ids: Iterable[int]) -> tuple[Decoder, str
     tokens = (token for token in found if token is not None and token not in skipped)
     if text.decoding == "bytes":
         utf8, words = feed_utf8(decoder.utf8, b"".join(map(_bytes_of, tokens)))
-        return evolve(decoder, utf8=utf8), words
+        return decoder if utf8 == decoder.utf8 else evolve(decoder, utf8=utf8), words
     pieces: list[str] = []
     for token in tokens:
         decoder, words = _feed_piece(text, decoder, token)
@@ -377,6 +377,7 @@ def flush_text(text: Text, decoder: Decoder) -> str:
     return flush_utf8(decoder.utf8, each_byte=text.decoding != "bytes")
 
 
+@lru_cache(1 << 18)
 def _bytes_of(token: str) -> bytes:
     """The bytes of a byte-level token. An added token with a character that stands for no byte is its own text."""
     try:

@@ -91,8 +91,8 @@ class Ticket:
     answer: asyncio.Future[Accepted | Refused]
     mail: dict[int, News] = field(factory=dict[int, News])
     """By the index of the sequence: a reader that is slow finds several tokens in one piece."""
-    arrival: asyncio.Event = field(factory=asyncio.Event)
-    """There is mail, or the engine has died."""
+    reader: asyncio.Future[None] | None = None
+    """Who waits for mail, or for the engine's death."""
     farewell: Callable[[Ticket], None] | None = None
     """Called once when the request leaves."""
 
@@ -189,10 +189,15 @@ async def news(desk: Desk, ticket: Ticket) -> list[News]:
     while not ticket.mail:
         if desk.dead is not None:
             raise engine_failed(f"the engine has failed: {desk.dead}")
-        ticket.arrival.clear()
-        await ticket.arrival.wait()
+        ticket.reader = asyncio.get_running_loop().create_future()
+        await ticket.reader
     found, ticket.mail = ticket.mail, {}
     return list(found.values())
+
+
+def _wake(ticket: Ticket) -> None:
+    if ticket.reader is not None and not ticket.reader.done():
+        ticket.reader.set_result(None)
 
 
 def leave(desk: Desk, ticket: Ticket, reason: str = "the client has gone") -> None:
@@ -262,11 +267,13 @@ def hear(desk: Desk, reports: Iterable[Report]) -> None:
         match report:
             case Turned():
                 note_turn(desk.metrics, report)
+                note_tokens(desk.metrics, len(report.tokens))
                 logprobs = report.logprobs or repeat(None)
                 columns = zip(report.ids, report.indices, report.tokens, logprobs, strict=False)
                 for number, index, token, logprob in columns:
                     _grown(desk, number, index, (token,), () if logprob is None else (logprob,), None, now)
             case Ended():
+                note_tokens(desk.metrics, len(report.tokens))
                 _grown(desk, report.id, report.index, report.tokens, report.logprobs or (), report, now)
             case Judged():
                 ticket = desk.tickets.get(report.id)
@@ -291,7 +298,7 @@ def _died(desk: Desk, reason: str) -> None:
         if not future.done():
             future.set_exception(unavailable(f"the engine has failed: {reason}", "engine_dead"))
     for ticket in desk.tickets.values():
-        ticket.arrival.set()
+        _wake(ticket)
     desk.departure.set()
     desk.death.set()
 
@@ -311,19 +318,20 @@ def _grown(
         return
     course = ticket.courses[index]
     if tokens:
-        note_tokens(desk.metrics, len(tokens))
         _time(desk.metrics, ticket, course, now)
         course.count += len(tokens)
     if course.count or ended is not None:
         _unqueue(desk, course)
-    mail = ticket.mail.setdefault(index, News(index))
+    mail = ticket.mail.get(index)
+    if mail is None:
+        mail = ticket.mail[index] = News(index)
     mail.tokens += tokens
     mail.logprobs += logprobs
     if ended is not None:
         mail.ended = course.ended = ended
         observe(desk.metrics.queued_s, ended.queued_s)
         _over(desk, ticket, course, ended.reason, ended.cached)
-    ticket.arrival.set()
+    _wake(ticket)
 
 
 def _over(desk: Desk, ticket: Ticket, course: Course, reason: str, cached: int) -> None:
