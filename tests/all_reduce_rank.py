@@ -129,6 +129,7 @@ def main() -> None:
     same_bits(comm, fast)
     norms(comm, fast)
     in_graphs(fast)
+    assert comm.close(20.0) == ""
     print("right", flush=True)
 
 

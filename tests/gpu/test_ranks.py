@@ -5,20 +5,25 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
+from safetensors.torch import load_file, save_file
 
 import deepseeks
 import sources
 from agentinfer.build import Settings
 from agentinfer.loop import Engine, generate, open_engine
 from agentinfer.ranks import open_ranks
+from agentinfer.scoring import Score, score
 from agentinfer.state.check import violations
 from agentinfer.state.request import SamplingParams
+from agentinfer.swap import swap_weights
 
 Folder = Callable[[str, str], Path]
 SETTINGS = Settings(
@@ -107,3 +112,47 @@ def test_many_steps_in_graphs_are_those_without(tiny_folder: Folder) -> None:
         with open_ranks(folder, evolve(settings, eager=eager), 2) as engine:
             found.append([r.output_ids for r in generate(engine, PROMPTS[:8], long, progress=False)])
     assert found[0] == found[1]
+
+
+def test_the_end_of_ranks_shuts_nccl_down(tiny_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, although graphs have held its kernels; with an error, too, nobody waits."""
+    folder = tiny_folder("qwen3", "bfloat16")
+    with open_ranks(folder, SETTINGS, 2) as engine:
+        said(engine)
+        begin = time.monotonic()
+    took = time.monotonic() - begin
+    assert "was not shut down" not in caplog.text
+    assert took < 10.0
+    with pytest.raises(ZeroDivisionError), open_ranks(folder, SETTINGS, 2) as engine:  # noqa: PT012
+        said(engine)
+        begin = time.monotonic()
+        raise ZeroDivisionError
+    assert time.monotonic() - begin < 10.0
+
+
+def test_scores_and_new_weights(tiny_folder: Folder, tmp_path: Path) -> None:
+    """In float32, two GPUs score as one does, and go on with new weights as one does, in graphs that were captured
+    before.
+    """
+    folder = tiny_folder("qwen3", "float32")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: x * 1.5 if x.dim() == 2 else x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+
+    def drive(engine: Engine) -> list[Any]:
+        found: list[Any] = []
+        for source in (tmp_path, folder):
+            found += [said(engine), score(engine, PROMPTS, top=3), swap_weights(engine, source)]
+        return [*found, said(engine)]
+
+    want = drive(open_engine(folder, SETTINGS))
+    with open_ranks(folder, SETTINGS, 2) as engine:
+        got = drive(engine)
+    assert got[0] == got[-1]
+    for mine, theirs in zip(got, want, strict=True):
+        if isinstance(mine, list) and isinstance(mine[0], Score):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+                np.testing.assert_array_equal(one.top_ids, other.top_ids)
+        else:
+            assert mine == theirs
