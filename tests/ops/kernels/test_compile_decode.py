@@ -66,7 +66,8 @@ compiled("silu", silu._silu_and_mul, dict(x=half, out=half), dict(F=1536, BF=102
 compiled("embed", embed._embed, dict(ids="*i64", weight=half, out=wide), dict(D=576, BD=1024))
 compiled("sample tiles", sample._sample_tiles, dict(
     logits=wide, asked="*i32", index="*i32", numbers=wide, maxima=wide),
-    dict(STRIDE=75968, FIRST=75968, END=151936, C=20, BV=sample.TILE, CHUNK=filter.CHUNK, WORDS=8, GREEDY=1e-5, DEVICE=True))
+    dict(STRIDE=75968, FIRST=75968, END=151936, C=20, BV=sample.TILE, CHUNK=filter.CHUNK, WORDS=8,
+         GREEDY=1e-5, DEVICE=True))
 asked = dict(WORDS=8, GREEDY=1e-5, SLACK=filter.SLACK, DEVICE=True)
 row = dict(logits=wide, asked="*i32", index="*i32", bounds="*fp64", parts="*fp64", before="*fp64", tokens="*i64")
 row |= dict(numbers=wide, maxima=wide, chunks="*i32")
@@ -75,7 +76,7 @@ compiled("filter begin", filter._begin, row, dict(
     SPLITS=filter.SPLITS), num_warps=16)
 for name, kernel, warps in (("filter round", filter._round, 4), ("filter settle", filter._settle, 8)):
     compiled(name, kernel, row, dict(
-        asked, STRIDE=151936, V=151936, SPAN=10240, BV=filter.TILE, SPLITS=filter.SPLITS), num_warps=warps)
+        asked, STRIDE=151936, V=151936, SPAN=19456, BV=filter.TILE, SPLITS=filter.SPLITS), num_warps=warps)
 compiled("sample rows", sample._sample_rows, dict(
     numbers=wide, asked="*i32", tokens="*i64", ok="*i64"),
     dict(V=151936, C=38, BC=64, WORDS=8, GREEDY=1e-5))

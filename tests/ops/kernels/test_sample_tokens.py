@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentinfer.ops import sample
 from agentinfer.ops.comm import Group
+from agentinfer.ops.kernels import noise
 from agentinfer.ops.kernels import sample as kernel
 from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
 from agentinfer.ops.threads import Threads
@@ -27,14 +28,14 @@ def _noise(out, seed, index, DEVICE: tl.constexpr):
     block, lane = tl.arange(0, 256), tl.arange(0, 4)
     tl.store(
         out + block[:, None] * 4 + lane[None, :],
-        kernel._gumbel(tl.load(seed), tl.load(index), block, lane, DEVICE),
+        noise._gumbel(tl.load(seed), tl.load(index), block, lane, DEVICE),
     )
 
 
 @triton.jit
 def _noise_of(out, first, BLOCK: tl.constexpr, DEVICE: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(out + at, kernel._gumbel_of(first + at, DEVICE))
+    tl.store(out + at, noise._gumbel_of(first + at, DEVICE))
 
 
 @triton.jit
@@ -81,12 +82,12 @@ def test_the_noise_is_that_of_the_reference(seed: int) -> None:
     np.testing.assert_allclose(out.numpy(), sample.gumbel(seed, 77, np.arange(1024)), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("logarithm", [kernel._log2, _high, _low])
+@pytest.mark.parametrize("logarithm", [noise._log2, _high, _low])
 def test_all_noise_there_is_keeps_its_bound(logarithm: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of the 2^23 values of u the noise is within 2e-6 of float64's, or 2e-6 of itself, were the GPU's
     logarithm exact or as far off as it may be.
     """
-    monkeypatch.setattr(kernel, "_log2", logarithm)
+    monkeypatch.setattr(noise, "_log2", logarithm)
     block = 2**20
     for first in range(0, 2**23, block):
         out = torch.empty(block)

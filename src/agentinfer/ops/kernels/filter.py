@@ -1,17 +1,29 @@
-"""Top-k, top-p and min-p of rows of logits, in place, on the device, without sorting: so that a graph can capture them.
+"""Top-k, top-p and min-p on the device, exactly as ops/sample.py has them, without sorting and mostly without a cut.
 
-What ops/sample.py defines: z = (logit - maximum) / temperature; the k largest z; of these the fewest largest that hold
-the share top_p of their mass; of these the z of at least log(min_p). Of equal z at a cut the lowest ids stay.
+w = (row maximum - logit) / temperature. A token is above another if its w is less, or equal and its id lower. What the
+filters keep of a row is what lies above somewhere: fewer than k tokens are above it, less than top_p of the mass is,
+and its w is at most -log(min_p). So the best of all tokens by noise, if it is kept, is the best of those that are kept.
+If it is not, nothing below it is kept either, and the next candidate is the best of those above it.
 
-A program a row. w = -z is never negative, so its bits, as an integer, order as it does: the cut of top-k is the least w
-that k tokens do not exceed, that of top-p the least that enough mass does not, each found by halving the bits, a pass
-over the row (which the cache holds) a bit. Rows without filters, and unsound ones, leave at once.
+`_begin`, a program a row: the token of the plain kernels is the first candidate, where its w is within a bound; what
+exceeds the bound is never kept. That of min-p is its cut. That of top-k is the k-th largest of the maxima of CHUNK ids:
+at least k tokens reach it, and few more. Where top-p follows top-k, the mass of the k largest is summed here: their cut
+is found by halving its bits, over the chunks that reach the bound.
+`_round`, SPLITS programs a row: what is above the candidate, and the best of it within the bound. A pass over the row.
+A row that is decided leaves at once.
+`_settle`, a program a row: as many rounds more as it takes, and the token.
 
-Shapes: S samples, V vocabulary.
+A candidate is kept with the chance that its filters leave, and each of the next ones is drawn from less: a row with
+top-p p takes 1 + log(1/p) rounds on average, whatever its logits. Sums are of float32 within a lane, of float64 beyond,
+in an order that depends on nothing but the row. Rows with k in the thousands and top-p pay for the halving: some 30
+passes of one program.
+
+Shapes: S samples, V vocabulary, C chunks.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,145 +31,334 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from agentinfer.ops.kernels.launch import Direct
+from agentinfer.ops.kernels.noise import _gumbel
+from agentinfer.ops.kernels.tiles import power_of_two
 
-TILE = 8192
-"""Token ids a step."""
+TILE = 1024
+"""Token ids a step of a program."""
+SPLITS = 8
+"""Programs a row."""
+ROUNDS = 3
+"""Rounds of many programs a row."""
+CHUNK = 128
+"""Token ids of which one maximum is kept."""
+GATHER = 64
+"""Chunks that are read together."""
 WORDS = 8
 """32-bit words of a sample's parameters: state.columns.PARAMS."""
 SLACK = 1e-6
 """sample.TIE."""
 INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 """Its bits."""
+PARTS: tl.constexpr = tl.constexpr(6)
+"""Numbers that a program of a round leaves, float64: how many tokens are above the candidate, their mass, the mass of
+all, the best score above it, whose it is, and the candidate."""
+BOUNDS: tl.constexpr = tl.constexpr(3)
+"""Numbers of a row, float64: its maximum, the largest w that can be kept, the mass of the k largest (0: not asked)."""
 
 
 @triton.jit
-def _far(logits, first, top, V: tl.constexpr, BV: tl.constexpr):
-    """How far the ids *first* and on are below *top*, never negative (past the end: infinitely)."""
-    ids = first + tl.arange(0, BV)
-    return tl.abs(top - tl.load(logits + ids, mask=ids < V, other=float("-inf")))  # abs: of -0, the largest bits
-
-
-@triton.jit
-def _top(logits, V: tl.constexpr, BV: tl.constexpr):
-    """The largest logit; +inf if there is NaN."""
-    most = tl.full((BV,), float("-inf"), tl.float32)
-    for first in tl.range(0, V, BV):
-        ids = first + tl.arange(0, BV)
-        x = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-        most = tl.maximum(most, tl.where(x < float("inf"), x, float("inf")))
-    return tl.max(most, 0)
-
-
-@triton.jit
-def _within(logits, cut, top, temperature, V: tl.constexpr, BV: tl.constexpr, MASS: tl.constexpr, W: tl.constexpr):
-    """Of the tokens that are at most (bits) *cut* below *top*, or whose w is (W): how many, or (MASS) the sum of
-    exp(-w), in float64. Only W divides: the passes of a search need not round as the reference does.
+def _asked(row, V: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr, DEVICE: tl.constexpr):
+    """temperature, k (V + 1: off), top_p, the largest w that min-p keeps, and whether there is any filter. DEVICE: the
+    accurate logarithm of a GPU; the interpreter's is.
     """
-    rate = tl.div_rn(-1.4426950408889634, temperature)
-    sums = tl.zeros((BV,), tl.float32)
-    for first in tl.range(0, V, BV):
-        far = _far(logits, first, top, V, BV)
-        ids = first + tl.arange(0, BV)
-        bits = (tl.div_rn(far, temperature) if W else far).to(tl.int32, bitcast=True)
-        sums += tl.where((bits <= cut) & (ids < V), tl.exp2(far * rate) if MASS else 1.0, 0.0)
-    return tl.sum(sums.to(tl.float64), 0)
-
-
-@triton.jit
-def _cut(logits, goal, top, temperature, V: tl.constexpr, BV: tl.constexpr, MASS: tl.constexpr):
-    """The least w (its bits) that tokens of *goal* in all (number, or mass) do not exceed, infinity if there is none;
-    and what lies strictly below it.
-    """
-    low = tl.full((), -1, tl.int32)
-    high = tl.full((), INFINITE, tl.int32)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        if _within(logits, middle, top, temperature, V, BV, MASS, W=False) >= goal:
-            high = middle
-        else:
-            low = middle
-    cut = tl.div_rn(high.to(tl.float32, bitcast=True), temperature).to(tl.int32, bitcast=True)
-    return cut, _within(logits, cut - 1, top, temperature, V, BV, MASS, W=True)
-
-
-@triton.jit
-def _mass(cut):
-    """exp(-w) of the w whose bits are *cut*, in float64."""
-    return tl.exp(-cut.to(tl.float32, bitcast=True)).to(tl.float64)
-
-
-@triton.jit
-def _keep(logits, cut, ties, last, top, temperature, V: tl.constexpr, BV: tl.constexpr):
-    """-inf for all but the tokens below *cut*, the first *ties* of those at it, and of these what is at most *last*."""
-    seen = tl.full((), 0.0, tl.float32)
-    for first in tl.range(0, V, BV):
-        w = tl.div_rn(_far(logits, first, top, V, BV), temperature)
-        bits = w.to(tl.int32, bitcast=True)
-        ids = first + tl.arange(0, BV)
-        level = ((bits == cut) & (ids < V)).to(tl.float32)
-        rank = tl.cumsum(level, 0) + seen
-        seen += tl.sum(level, 0)
-        kept = ((bits < cut) | ((level > 0) & (rank <= ties))) & (w <= last) & (w < float("inf"))
-        tl.store(logits + ids, float("-inf"), mask=(ids < V) & (kept == 0))
-
-
-@triton.jit
-def _filter(
-    logits, asked,
-    STRIDE: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr,
-    SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program s: sample s. DEVICE: the accurate logarithm of a GPU; the interpreter's is."""
-    if PDL:
-        gdc_launch_dependents()
-    sample = tl.program_id(0)
-    row = asked + sample * WORDS
-    if PDL:
-        gdc_wait()
     temperature = tl.load(row).to(tl.float32, bitcast=True)
     top_p = tl.load(row + 1).to(tl.float32, bitcast=True)
     min_p = tl.load(row + 2).to(tl.float32, bitcast=True)
     k = tl.load(row + 3)
-    some = (k > 0) & (k < V)
-    if (temperature >= GREEDY) & (some | (top_p < 1.0) | (min_p > 0.0)):
-        logits += sample.to(tl.int64) * STRIDE
-        top = _top(logits, V, BV)
-        if (top > float("-inf")) & (top < float("inf")):
-            cut = tl.full((), INFINITE, tl.int32)
-            ties = tl.full((), V, tl.float64)
-            if some:
-                cut, less = _cut(logits, k.to(tl.float64), top, temperature, V, BV, MASS=False)
-                ties = k.to(tl.float64) - less
+    k = tl.where((k > 0) & (k < V), k, V + 1)
+    some = tl.where(min_p > 0.0, min_p, 1.0)
+    last = tl.where(min_p > 0.0, SLACK - (libdevice.log(some) if DEVICE else tl.log(some)), float("inf"))
+    return temperature, k, top_p, last, (temperature >= GREEDY) & ((k < V) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def _made(at):
+    """What the kernel before this one has written; the cache of a multiprocessor may hold what was there before."""
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
+def _w(x, top, temperature):
+    """How far logits are below *top*; never -0, whose bits are large."""
+    return tl.div_rn(tl.abs(top - x), temperature)
+
+
+@triton.jit
+def _bits(w):
+    """Those of a number that is not negative are in its order."""
+    return w.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _under(logits, chunks, n, cut, top, temperature, V: tl.constexpr, CHUNK: tl.constexpr, GATHER: tl.constexpr,
+           MASS: tl.constexpr):  # fmt: skip
+    """Of the tokens of the first *n* of *chunks* whose w is at most (bits) *cut*: how many, or (MASS) their mass."""
+    sums = tl.zeros((GATHER, CHUNK), tl.float32 if MASS else tl.int32)
+    for i in tl.range(0, n, GATHER):
+        at = i + tl.arange(0, GATHER)
+        chunk = tl.load(chunks + at, mask=at < n, other=0)
+        ids = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        there = (at < n)[:, None] & (ids < V)
+        w = _w(tl.load(logits + ids, mask=there, other=float("-inf")), top, temperature)
+        sums += tl.where(there & (_bits(w) <= cut), tl.exp(-w) if MASS else 1, 0)
+    return tl.sum(tl.sum(sums.to(tl.float64) if MASS else sums, 1), 0)
+
+
+@triton.jit
+def _mass_of_largest(logits, maxima, chunks, k, bound, top, temperature, V: tl.constexpr, C: tl.constexpr,
+                     BC: tl.constexpr, CHUNK: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+    """The mass of the *k* largest, float64, none of which is beyond w = *bound*. Writes *chunks*."""
+    chunk = tl.arange(0, BC)
+    most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
+    reach = (_w(most, top, temperature) <= bound) & (chunk < C)
+    place = tl.cumsum(reach.to(tl.int32), 0) - 1
+    tl.store(chunks + place, chunk, mask=reach)
+    n = tl.sum(reach.to(tl.int32), 0)
+    tl.debug_barrier()
+    low = tl.full((), -1, tl.int32)
+    high = _bits(bound)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if _under(logits, chunks, n, middle, top, temperature, V, CHUNK, GATHER, MASS=False) >= k:
+            high = middle
+        else:
+            low = middle
+    less = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=False)
+    mass = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=True)
+    return mass + (k - less).to(tl.float64) * tl.exp(-high.to(tl.float32, bitcast=True)).to(tl.float64)
+
+
+@triton.jit
+def _bound(maxima, k, top, temperature, C: tl.constexpr, BC: tl.constexpr):
+    """The w that *k* chunks have tokens within; infinity if there are not as many."""
+    chunk = tl.arange(0, BC)
+    most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
+    bits = _bits(_w(most, top, temperature))
+    low = tl.full((), -1, tl.int32)
+    high = tl.full((), INFINITE, tl.int32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if tl.sum((bits <= middle).to(tl.int32), 0) >= k:
+            high = middle
+        else:
+            low = middle
+    return high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _leave(out, count, mass, total, score, best, candidate):
+    """Write the numbers of a program (PARTS)."""
+    tl.store(out, count)
+    tl.store(out + 1, mass)
+    tl.store(out + 2, total)
+    tl.store(out + 3, score)
+    tl.store(out + 4, best)
+    tl.store(out + 5, candidate)
+
+
+@triton.jit
+def _begin(
+    logits, asked, numbers, maxima, chunks, tokens, bounds, parts,
+    STRIDE: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+    CHUNK: tl.constexpr, GATHER: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr,
+    SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program s: bounds of sample s, and its first candidate as if a round had found it."""
+    if PDL:
+        gdc_launch_dependents()
+    sample = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+    temperature, k, top_p, last, filtered = _asked(asked + sample * WORDS, V, GREEDY, SLACK, DEVICE)
+    if filtered:
+        row = logits + sample.to(tl.int64) * STRIDE
+        tile = tl.arange(0, BT)
+        at = numbers + (sample * TILES + tile) * 3 + 1
+        tops = tl.load(at, mask=tile < TILES, other=float("-inf"), cache_modifier=".cg")
+        top = tl.max(tops, 0)
+        sound = (top > float("-inf")) & (top < float("inf"))
+        total = tl.full((), 0.0, tl.float64)
+        if sound & (k < V):
+            bound = _bound(maxima + sample * C, k, top, temperature, C, BC)
             if top_p < 1.0:
-                before = _within(logits, cut - 1, top, temperature, V, BV, MASS=True, W=True)
-                goal = top_p.to(tl.float64) * (before + ties * _mass(cut)) * (1.0 - SLACK)
-                if goal <= before:  # else top-k's cut is that of top-p too
-                    cut, before = _cut(logits, goal, top, temperature, V, BV, MASS=True)
-                    ties = tl.full((), V, tl.float64)
-                each = _mass(cut)
-                ties = tl.minimum(ties, tl.ceil((goal - before) / tl.where(each > 0, each, 1.0)))
-            last = float("inf")
-            if min_p > 0.0:
-                last = SLACK - (libdevice.log(min_p) if DEVICE else tl.log(min_p))
-            _keep(logits, cut, tl.maximum(ties, 1.0).to(tl.float32), last, top, temperature, V, BV)
+                total = _mass_of_largest(
+                    row, maxima + sample * C, chunks + sample * C, k, bound, top, temperature, V, C, BC, CHUNK, GATHER
+                )
+            last = tl.minimum(last, bound)
+        token = _made(tokens + sample).to(tl.int32)
+        able = sound & (_w(tl.load(row + token), tl.where(sound, top, 0.0), temperature) <= last)
+        tl.store(bounds + sample * BOUNDS, top.to(tl.float64))
+        tl.store(bounds + sample * BOUNDS + 1, last.to(tl.float64))
+        tl.store(bounds + sample * BOUNDS + 2, total)
+        each = parts + (sample * SPLITS + tl.arange(0, SPLITS)) * PARTS
+        above = tl.zeros((SPLITS,), tl.float64) + tl.where(sound, float("inf"), -1.0)  # of what is unsound, any token
+        _leave(each, above, above, 0.0, 0.0, tl.where(able, token, -1), tl.where(sound, -1, token))
 
 
-_run = Direct(_filter)
+@triton.jit
+def _decided(parts, total, k, top_p, V: tl.constexpr, SPLITS: tl.constexpr, SLACK: tl.constexpr):
+    """Whether the round that left *parts* decided its row, and the token, or else the next candidate (-1: what is below
+    all). *total*: the mass of the k largest; 0: that of all, summed by the round.
+    """
+    each = parts + tl.arange(0, SPLITS) * PARTS
+    count, mass = tl.sum(_made(each), 0), tl.sum(_made(each + 1), 0)
+    total = tl.where(total > 0, total, tl.sum(_made(each + 2), 0))
+    score, candidate = _made(each + 3), tl.max(_made(each + 5), 0)
+    best = tl.max(score, 0)
+    following = tl.min(tl.where(score == best, _made(each + 4), float(V)), 0)
+    goal = tl.maximum(top_p.to(tl.float64) * total * (1.0 - SLACK), 1e-300)  # the largest token is always kept
+    kept = (candidate >= 0) & (count < k) & ((mass < goal) | (top_p >= 1.0))
+    free = (k > V) & (top_p >= 1.0) & (following >= 0)  # the bound is all there is
+    done = kept | free | (best == float("-inf"))
+    return done, tl.where(kept, candidate, following).to(tl.int32)
 
 
-def filter_rows(
-    logits_SV: Tensor, params: Tensor, *, greedy_below: float = 1e-5, pdl: bool = False, tile: int = TILE
+@triton.jit
+def _look(
+    row, first, candidate, top, last, temperature, top_p, seed, index,
+    V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Of the ids *first* and on, SPAN of them: what is above *candidate*: number, mass; the mass of all;
+    the best score above it within *last*, and whose it is.
+    """
+    at = tl.load(row + tl.maximum(candidate, 0))
+    edge = tl.where(candidate >= 0, _w(at, top, temperature), float("inf"))
+    lane = tl.arange(0, 4)
+    count = tl.zeros((BV // 4, 4), tl.int32)
+    mass = tl.zeros((BV // 4, 4), tl.float32)
+    whole = tl.zeros((BV // 4, 4), tl.float32)
+    best = tl.full((), float("-inf"), tl.float32)
+    winner = tl.full((), 0, tl.int32)
+    for begin in tl.range(first, tl.minimum(first + SPAN, V), BV):
+        block = begin // 4 + tl.arange(0, BV // 4)
+        ids = block[:, None] * 4 + lane[None, :]
+        w = _w(tl.load(row + ids, mask=ids < V, other=float("-inf")), top, temperature)
+        above = (w < edge) | ((w == edge) & (ids < candidate))
+        count += above.to(tl.int32)
+        if top_p < 1.0:
+            share = tl.exp(-w)
+            mass += tl.where(above, share, 0.0)
+            whole += share
+        able = above & (w <= last) & (w < float("inf"))
+        if tl.max(tl.max(able.to(tl.int32), 1), 0) > 0:
+            score = tl.where(able, _gumbel(seed, index, block, lane, DEVICE) - w, float("-inf"))
+            most = tl.max(tl.max(score, 1), 0)
+            if most > best:
+                best = most
+                winner = tl.min(tl.min(tl.where(score == most, ids, V), 1), 0)
+    number = tl.sum(tl.sum(count, 1), 0).to(tl.float64)
+    return (
+        number, tl.sum(tl.sum(mass.to(tl.float64), 1), 0), tl.sum(tl.sum(whole.to(tl.float64), 1), 0),
+        best.to(tl.float64), winner.to(tl.float64),
+    )  # fmt: skip
+
+
+@triton.jit
+def _round(
+    logits, asked, index, bounds, before, parts,
+    STRIDE: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
+    WORDS: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, s): part i of a round over sample s. *before*: the parts of the round before."""
+    if PDL:
+        gdc_launch_dependents()
+    sample = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+    temperature, k, top_p, _, filtered = _asked(asked + sample * WORDS, V, GREEDY, SLACK, DEVICE)
+    if filtered:
+        total = _made(bounds + sample * BOUNDS + 2)
+        done, token = _decided(before + sample * SPLITS * PARTS, total, k, top_p, V, SPLITS, SLACK)
+        out = parts + (sample * SPLITS + tl.program_id(0)) * PARTS
+        if done:
+            _leave(out, -1.0, -1.0, 0.0, 0.0, token, token)
+        else:
+            top = _made(bounds + sample * BOUNDS).to(tl.float32)
+            last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
+            seed = (tl.load(asked + sample * WORDS + 5).to(tl.int64) << 32) | (
+                tl.load(asked + sample * WORDS + 4).to(tl.int64) & 0xFFFFFFFF
+            )
+            count, mass, whole, score, best = _look(
+                logits + sample.to(tl.int64) * STRIDE, tl.program_id(0) * SPAN, token, top, last, temperature, top_p,
+                seed, tl.load(index + sample), V, SPAN, BV, DEVICE,
+            )  # fmt: skip
+            _leave(out, count, mass, whole, score, best, token)
+
+
+@triton.jit
+def _settle(
+    logits, asked, index, bounds, parts, tokens,
+    STRIDE: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
+    WORDS: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program s: the token of sample s, after as many rounds as it takes. Writes *parts*."""
+    if PDL:
+        gdc_launch_dependents()
+    sample = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+    temperature, k, top_p, _, filtered = _asked(asked + sample * WORDS, V, GREEDY, SLACK, DEVICE)
+    if filtered:
+        top = _made(bounds + sample * BOUNDS).to(tl.float32)
+        last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
+        total = _made(bounds + sample * BOUNDS + 2)
+        seed = (tl.load(asked + sample * WORDS + 5).to(tl.int64) << 32) | (
+            tl.load(asked + sample * WORDS + 4).to(tl.int64) & 0xFFFFFFFF
+        )
+        mine = parts + sample * SPLITS * PARTS
+        done, token = _decided(mine, total, k, top_p, V, SPLITS, SLACK)
+        while done == 0:
+            for i in tl.range(0, SPLITS):
+                count, mass, whole, score, best = _look(
+                    logits + sample.to(tl.int64) * STRIDE, i * SPAN, token, top, last, temperature, top_p, seed,
+                    tl.load(index + sample), V, SPAN, BV, DEVICE,
+                )  # fmt: skip
+                _leave(mine + i * PARTS, count, mass, whole, score, best, token)
+            tl.debug_barrier()  # what is left is read by others than wrote it, and then written again
+            done, token = _decided(mine, total, k, top_p, V, SPLITS, SLACK)
+            tl.debug_barrier()
+        tl.store(tokens + sample, token.to(tl.int64))
+
+
+_run_begin, _run_round, _run_settle = Direct(_begin), Direct(_round), Direct(_settle)
+
+
+def choose_filtered(
+    logits_SV: Tensor,
+    params: Tensor,
+    index: Tensor,
+    numbers: Tensor,
+    maxima_SC: Tensor,
+    tokens: Tensor,
+    *,
+    greedy_below: float = 1e-5,
+    pdl: bool = False,
 ) -> None:
-    """Set to -inf, in place, what the filters of each row take away, as ops/sample.py `survivors` does.
+    """Write the token of each sample with filters to *tokens* ([S] int64), which hold that of all without: the argmax
+    of z + noise over what `survivors` of ops/sample.py leaves. A row without a finite maximum has any token.
 
-    *logits* are float32 with rows of any stride; *params* is [S, 8] int32, the bits of state.columns.PARAMS. Greedy
-    rows and those without a finite maximum stay as they are. *pdl*: take part in programmatic dependent launch.
-    *tile*: ids a step, a power of two.
+    *logits* are float32 with rows of any stride, and not written; *params* [S, 8] int32, the bits of
+    state.columns.PARAMS; *index* [S] int32. *numbers*: [S, tiles, 3] of `sample._sample_tiles`, and *maxima* those that
+    it found of CHUNK ids each, of rows with top-k. *pdl*: take part in programmatic dependent launch.
     """
     count, vocabulary = logits_SV.shape
-    if count:
-        _run(
-            (count, 1, 1), (logits_SV, params), (),
-            (logits_SV.stride(0), vocabulary, tile, WORDS, greedy_below, SLACK, logits_SV.is_cuda, pdl),
-            warps=16, pdl=pdl,
-        )  # fmt: skip
+    stride, device = logits_SV.stride(0), logits_SV.device
+    tiles, chunks = numbers.shape[1], maxima_SC.shape[1]
+    span = -(-vocabulary // (SPLITS * TILE)) * TILE
+    bounds = torch.empty((count, BOUNDS.value), dtype=torch.float64, device=device)
+    parts = torch.empty((ROUNDS + 1, count, SPLITS, PARTS.value), dtype=torch.float64, device=device)
+    end = (WORDS, greedy_below, SLACK, logits_SV.is_cuda, pdl)
+    _run_begin(
+        (count, 1, 1),
+        (logits_SV, params, numbers, maxima_SC, torch.empty_like(maxima_SC, dtype=torch.int32), tokens, bounds,
+         parts[0]), (),
+        (stride, vocabulary, tiles, power_of_two(tiles), chunks, power_of_two(chunks), CHUNK, GATHER, SPLITS, *end),
+        warps=16, pdl=pdl,
+    )  # fmt: skip
+    rounds = (stride, vocabulary, span, TILE, SPLITS, *end)
+    for i in range(ROUNDS):
+        given = (logits_SV, params, index, bounds, parts[i], parts[i + 1])
+        _run_round((SPLITS, count, 1), given, (), rounds, warps=4, pdl=pdl)
+    given = (logits_SV, params, index, bounds, parts[ROUNDS], tokens)
+    _run_settle((count, 1, 1), given, (), rounds, warps=8, pdl=pdl)

@@ -1,12 +1,9 @@
 """One token a sample, greedy or by Gumbel noise: the argmax of (logit - row maximum) / temperature + noise.
 
-Noise is that of ops/sample.py: Philox4x32-10, key = seed, counter = (token id // 4, output index, 0, 0), lane = token
-id % 4; u = ((x >> 9) + 0.5) * 2^-23 and -log(-log(u)), in float32 here: within 2e-6 of the float64, or 2e-6 of itself.
-
 Two kernels. The first finds the best token of each tile of the vocabulary, where the maximum of the tile serves in
 place of that of the row: a shift common to all does not change which is largest, and subtracting a maximum first keeps
 every z at 0 or below, so that no temperature, however low, overflows. The second compares the winners by the z of the
-whole row. Before them `filter_rows` takes away what top-k, top-p and min-p do, of rows that ask for it.
+whole row. Where a row has filters that token is only the first candidate: `filter` goes on from it.
 
 Shapes: S samples, V vocabulary, C tiles.
 """
@@ -20,54 +17,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from agentinfer.ops.comm import Group
-from agentinfer.ops.kernels.filter import filter_rows
+from agentinfer.ops.kernels.filter import CHUNK, choose_filtered
 from agentinfer.ops.kernels.launch import Direct
+from agentinfer.ops.kernels.noise import _gumbel
 from agentinfer.ops.kernels.tiles import power_of_two
 
 TILE = 4096
 """Token ids a program."""
 WORDS = 8
 """32-bit words of a sample's parameters: state.columns.PARAMS."""
-
-
-@triton.jit
-def _log2(x, DEVICE: tl.constexpr):
-    """log2 of normal numbers. On a GPU (DEVICE) one instruction: off by at most 2^-22 where x is in [1/2, 2], and by
-    2^-22 of itself elsewhere (PTX, lg2.approx).
-    """
-    if DEVICE:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@triton.jit
-def _gumbel_of(k, DEVICE: tl.constexpr):
-    """-log(-log(u)) of u = (k + 1/2) * 2^-23, k from 0 to 2^23 - 1 (int32).
-
-    The outer logarithm may be off by some 2^-22; the inner must not relative to itself. So near 1, where it is small,
-    -log2(1 - w) is w times a polynomial (relative error below 7e-7), with w = 1 - u, which is exact as u is. Over all k
-    and the worst that the instruction may be off, the error is below a quarter of 2e-6 * (1 + the noise's size).
-    """
-    x = k.to(tl.float32)
-    u = x * 1.1920928955078125e-07 + 5.9604644775390625e-08
-    w = 0.999999940395355224609375 - x * 1.1920928955078125e-07
-    near = ((0.5137442946434021 * w + 0.3050384819507599) * w + 0.48617374897003174) * w
-    near = ((near + 0.7211767435073853) * w + 1.4426958560943604) * w
-    v = tl.where(w < 0.25, near, -_log2(u, DEVICE))
-    return 0.36651292058166435 - 0.6931471805599453 * _log2(v, DEVICE)  # -log(log 2) - log(v)
-
-
-@triton.jit
-def _gumbel(seed, index, block, lane, DEVICE: tl.constexpr):
-    """Noise of token ids 4 * block + lane: [len(block), 4] for *lane* = [0, 1, 2, 3]."""
-    zero = block * 0
-    x0, x1, x2, x3 = tl.philox(seed, block, zero + index, zero, zero)
-    low = tl.where((lane == 0)[None, :], x0[:, None], x1[:, None])
-    high = tl.where((lane == 2)[None, :], x2[:, None], x3[:, None])
-    x = tl.where((lane < 2)[None, :], low, high)
-    return _gumbel_of((x >> 9).to(tl.int32), DEVICE)
 
 
 @triton.jit
@@ -81,12 +39,13 @@ def _z(logit, top, temperature):
 
 @triton.jit
 def _sample_tiles(
-    logits, asked, index, numbers,
+    logits, asked, index, numbers, maxima,
     STRIDE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    WORDS: tl.constexpr, GREEDY: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, s): of tile c of sample s the score of its winner over the tile's maximum, that maximum (+inf where
-    the tile holds NaN or +inf), and the winner, an int32. The logits are those of ids FIRST up to END.
+    the tile holds NaN or +inf), and the winner, an int32. The logits are those of ids FIRST up to END. Of rows with
+    top-k also the maximum of every CHUNK ids (0: of none).
     """
     if PDL:
         gdc_launch_dependents()
@@ -105,6 +64,10 @@ def _sample_tiles(
     most = top
     temperature = tl.load(row).to(tl.float32, bitcast=True)
     if temperature >= GREEDY:
+        if CHUNK > 0:  # noqa: SIM102 - a constant: the rest is compiled or not
+            if tl.load(row + 3) > 0:
+                chunk = (sample * C + tile) * (BV // CHUNK) + tl.arange(0, BV // CHUNK)
+                tl.store(maxima + chunk, tl.max(tl.reshape(score, (BV // CHUNK, CHUNK)), 1))
         low = tl.load(row + 4).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(row + 5).to(tl.int64) << 32
         noise = _gumbel(high | low, tl.load(index + sample), block, lane, DEVICE)
@@ -159,19 +122,21 @@ def sample_tokens(
     pdl: bool = False,
 ) -> None:
     """Write one token a sample to *tokens_out* ([S] int64), and to *ok_out* ([S] int64 or bool) whether its logits were
-    sound: 1 or 0. Of rows with filters *logits* is written: what they take away is -inf afterwards.
+    sound: 1 or 0.
 
-    *logits* are float32 with rows of any stride; *params* is [S, 8] int32, the bits of state.columns.PARAMS (of which
-    temperature, filters and seed are read); *index* [S] int32, the output index. Temperatures below *greedy_below*
-    choose the largest logit; ties go to the lowest id. Where a row holds NaN or +inf, or nothing but -inf, ok is False
-    and the token is some id of the vocabulary.
+    *logits* are float32 with rows of any stride, and not written; *params* is [S, 8] int32, the bits of
+    state.columns.PARAMS (of which temperature, filters and seed are read); *index* [S] int32, the output index.
+    Temperatures below *greedy_below* choose the largest logit; ties go to the lowest id. Where a row holds NaN or +inf,
+    or nothing but -inf, ok is False and the token is some id of the vocabulary.
     """
     count, vocabulary = logits_SV.shape
     if not count:
         return
-    filter_rows(logits_SV, params, greedy_below=greedy_below, pdl=pdl)
-    numbers = _tiles(logits_SV, params, index, 0, vocabulary, -(-vocabulary // TILE), greedy_below, pdl=pdl)
+    tiles = -(-vocabulary // TILE)
+    maxima = torch.empty((count, tiles * (TILE // CHUNK)), dtype=torch.float32, device=logits_SV.device)
+    numbers = _tiles(logits_SV, params, index, 0, vocabulary, tiles, greedy_below, maxima, pdl=pdl)
     _rows(numbers, params, vocabulary, tokens_out, ok_out, greedy_below, pdl=pdl)
+    choose_filtered(logits_SV, params, index, numbers, maxima, tokens_out, greedy_below=greedy_below, pdl=pdl)
 
 
 def sample_parts(
@@ -195,21 +160,22 @@ def sample_parts(
         return
     first = group.rank * width
     end = max(first, min(first + width, vocab_size))
-    numbers = _tiles(logits_SV, params, index, first, end, -(-width // TILE) + 1, greedy_below, pdl=pdl)
+    numbers = _tiles(logits_SV, params, index, first, end, -(-width // TILE) + 1, greedy_below, None, pdl=pdl)
     numbers = group.all_gather_last_dim(numbers.view(count, -1)).view(count, -1, 3)
     _rows(numbers, params, vocab_size, tokens_out, ok_out, greedy_below, pdl=False)
 
 
 def _tiles(
-    logits_SV: Tensor, params: Tensor, index: Tensor, first: int, end: int, tiles: int, greedy_below: float, *,
-    pdl: bool,
+    logits_SV: Tensor, params: Tensor, index: Tensor, first: int, end: int, tiles: int, greedy_below: float,
+    maxima: Tensor | None, *, pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """[S, tiles, 3] float32: what `_sample_tiles` says of each."""
+    """[S, tiles, 3] float32: what `_sample_tiles` says of each. *maxima*: where to write those of chunks."""
     count, device = len(logits_SV), logits_SV.device
     numbers = torch.empty((count, tiles, 3), dtype=torch.float32, device=device)
     _run_tiles(
-        (tiles, count, 1), (logits_SV, params, index, numbers), (),
-        (logits_SV.stride(0), first, end, tiles, TILE, WORDS, greedy_below, device.type == "cuda", pdl),
+        (tiles, count, 1), (logits_SV, params, index, numbers, numbers if maxima is None else maxima), (),
+        (logits_SV.stride(0), first, end, tiles, TILE, 0 if maxima is None else CHUNK, WORDS, greedy_below,
+         device.type == "cuda", pdl),
         warps=4, pdl=pdl,
     )  # fmt: skip
     return numbers
