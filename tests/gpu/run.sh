@@ -10,7 +10,7 @@
 #   gemm       products of 96 to 256 rows of Qwen3-0.6B by our own kernel, against cuBLAS
 #   attention  benchmarks/gpu_attention.py: decode attention tile by tile, and sampling; ATTEND_ARGS="--rows 136" chooses
 #   persistent the tests of the persistent kernel, and benchmarks/gpu_persistent.py: its step against Triton's; PERSISTENT_ARGS adds flags
-#   ranks      two GPUs: tests/gpu/test_ranks.py, and benchmarks/gpu_ranks.py: sums between them, rows of shared models; RANKS_ARGS="--only sums"
+#   ranks      two GPUs: tests/gpu/test_ranks.py, and benchmarks/gpu_ranks.py: sums between them, rows of shared models; RANKS_ARGS="--only sums" or "--profile 8b-eager 8b"
 #              ranks-tests, ranks-bench: one of the two
 #   acceptance benchmarks/acceptance_tp4.py on four GPUs: every bound of Qwen3-8B over four, judged; ACCEPT_ARGS="--tp 2 --only eager graphs"
 #   latent     benchmarks/gpu_layer.py: every part of a DeepSeek-V2-Lite layer and the whole one, ours and vLLM's; LATENT_ARGS="--rows 1"
