@@ -178,6 +178,8 @@ def test_one_position_is_routed_in_one_kernel(name: str) -> None:
     routes = choose_experts(router_logits(normed, layer.router), layer.bias, layer.routing)
     torch.testing.assert_close(weights, routes[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(chosen.sort().values, routes[1].sort().values)
+    again = route_one(normed, None, *rest[1:])
+    assert all(torch.equal(a, b) for a, b in zip(again, (normed, weights, chosen), strict=True))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

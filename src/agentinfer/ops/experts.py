@@ -56,6 +56,8 @@ def norm_route(
         routed = route_one(residual, norm_D, router_ED, bias_E, routing, eps, run.counters, pdl=run.pdl)
         return *routed, stream
     normed, stream = norm(stream, norm_D, norm_D.dtype, eps, pdl=run.pdl)
+    if len(residual) == 1:
+        return *route_one(normed, None, router_ED, bias_E, routing, eps, run.counters, pdl=run.pdl), stream
     if len(normed) <= ROUTER_ROWS:
         logits = router_logits(normed, router_ED, pdl=run.pdl)
     else:

@@ -87,7 +87,7 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
             KP=8, SOFTMAX=not v3, NORMALISE=v3, TOP2=v3, BIAS=v3, FIRST=32, HELD=32), num_warps=1)
         types |= dict(x=wide, norm=half, router=wide, normed=half, counters="*i32", eps="fp32")
         compiled("one route " + which, route_one._route_one, types, dict(
-            D=d, BD=tiles.power_of_two(d), E=experts, K=chosen, GROUPS=8 if v3 else 1, KEPT=4 if v3 else 1,
+            D=d, BD=tiles.power_of_two(d), NORM=True, E=experts, K=chosen, GROUPS=8 if v3 else 1, KEPT=4 if v3 else 1,
             GP=8 if v3 else 1, PP=32 if v3 else 64, KP=8, SOFTMAX=not v3, NORMALISE=v3, TOP2=v3, BIAS=v3, FIRST=0,
             HELD=experts), num_warps=8 if v3 else 4)
         types = dict(chosen="*i64", pairs="*i32", tiles="*i32", used="*i32", M="i32")

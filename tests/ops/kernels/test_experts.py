@@ -76,7 +76,9 @@ def test_choose_experts(name: str, experts: int, shift: float | None) -> None:
 @pytest.mark.parametrize(("experts", "width"), [(8, 64), (20, 200)])
 @pytest.mark.parametrize("bias", [None, 0.0])
 def test_route_one(name: str, experts: int, width: int, bias: float | None) -> None:
-    """Norm, logits and choice of a single position in one kernel are those of three, twice with the same counter."""
+    """Norm, logits and choice of a single position in one kernel are those of three, twice with the same counter;
+    of a position that is normed already too.
+    """
     counters, norm, router = torch.zeros(1, dtype=torch.int32), 1 + 0.2 * rand(width, seed=2), rand(experts, width)
     shift = None if bias is None else bias + rand(experts, seed=3)
     for seed in (4, 5):
@@ -84,6 +86,10 @@ def test_route_one(name: str, experts: int, width: int, bias: float | None) -> N
         normed, weights, chosen = route_one(x, norm, router, shift, ROUTINGS[name], 1e-6, counters)
         want = add_norm(x, None, norm, 1e-6, torch.float32)
         torch.testing.assert_close(normed, want)
+        again = route_one(normed, None, router, shift, ROUTINGS[name], 1e-6, counters)
+        assert again[0] is normed
+        assert torch.equal(again[1], weights)
+        assert torch.equal(again[2], chosen)
         mine = spread(weights, chosen, experts)
         theirs = spread(*choose_experts(router_logits(want, router), shift, ROUTINGS[name]), experts)
         torch.testing.assert_close(mine, theirs)
