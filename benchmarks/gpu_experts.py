@@ -143,10 +143,8 @@ def one_row(s: Sizes, w: Weights, report: Report) -> None:
 
     first = gemv_tile((s.routing.top_k + more) * s.width, s.model, gated=True)
     second = down_tile(s.model, s.width)
-    tiles = [(GemvTile(r, c, n), second) for r, c, n in itertools.product((1, 2, 4, 8), (1024, 2048), (2, 4, 8))]
-    tiles += [
-        (first, GemvTile(r, c, n)) for r, c, n in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (1, 2, 4, 8))
-    ]
+    tiles = [(GemvTile(r, c, n), second) for r, c, n in itertools.product((2, 4, 1, 8), (2048, 1024), (4, 8, 2))]
+    tiles += [(first, GemvTile(r, c, n)) for r, c, n in itertools.product((4, 2, 8), (2048, 512, 1024), (4, 8, 2))]
     report.time("experts of one", 1, size, len(routes), call, (first, second), tiles)
 
 
@@ -163,11 +161,12 @@ def expert_sets(s: Sizes, w: Weights, rows: int, report: Report) -> None:
         expert_gemm(x, weights, sorted_, w.gate_up[i], w.down[i], out, pdl=True, tile=tile)
 
     default = expert_tile(rows * s.routing.top_k, s.experts, 2)
-    tall = {16, 32, 64, 128} if rows * s.routing.top_k > 32 * s.experts else {16, 32, default.rows}
+    # Each takes seconds to compile: the likely ones first.
+    tall = (default.rows, min(128, default.rows * 2), max(16, default.rows // 2))
     tiles = [
-        ExpertTile(m, n, k, stages, warps)
-        for m, (n, k), stages, warps in itertools.product(
-            sorted(tall), ((64, 128), (64, 64), (32, 128), (128, 64), (32, 256)), (3, 4, 2), (4, 8)
+        ExpertTile(m, n, k, stages, 8 if m * n >= 8192 else 4)
+        for m, (n, k), stages in itertools.product(
+            dict.fromkeys(tall), ((64, 128), (32, 128), (64, 64), (128, 64), (32, 256)), (3, 4)
         )
         if stages * k * (m + 2 * n) * 2 <= 220 << 10
     ]
@@ -216,8 +215,8 @@ def latents(s: Sizes, rows: int, context: int, report: Report) -> None:
     heads = (default.heads,) if s.heads <= 16 else (16, 32, 64)
     tiles = [
         LatentTile(splits, keys, h, warps, stages, 64)
-        for splits, h, (keys, warps), stages in itertools.product(
-            (1, 2, 4, 8, 16, 32, 64), heads, ((32, 4), (64, 4), (32, 8), (64, 8)), (2, 3)
+        for splits, h, (keys, warps, stages) in itertools.product(
+            (1, 2, 4, 8, 16, 32, 64), heads, ((32, 4, 2), (64, 4, 2), (64, 8, 2), (32, 4, 3))
         )
         if (splits == 1 or rows * splits <= 1024) and splits * 32 <= 2 * context and (rows <= 8 or splits <= 8)
     ]

@@ -14,6 +14,7 @@
 #              ranks-tests, ranks-bench: one of the two
 #   acceptance benchmarks/acceptance_tp4.py on four GPUs: every bound of Qwen3-8B over four, judged; ACCEPT_ARGS="--tp 2 --only eager graphs"
 #   latent     benchmarks/gpu_layer.py: every part of a DeepSeek-V2-Lite layer and the whole one, ours and vLLM's; LATENT_ARGS="--rows 1"
+#   latent-tiles   benchmarks/gpu_experts.py: the same model's kernels tile by tile; TILES_ARGS="--only experts --rows 64"
 #   sampling   benchmarks/gpu_sampling.py: what mixed sampling parameters add to a step of 256 rows
 #   mix        `agentinfer bench throughput` of the same; mix-N: with --max-num-batched-tokens N
 #   startup    `agentinfer bench startup` of the same
@@ -146,6 +147,11 @@ for wanted; do
     latent)
       # shellcheck disable=SC2086
       SHOW=90 step latent 120 "$python" benchmarks/gpu_layer.py --json "$out/latent.json" --seconds 105 ${LATENT_ARGS:-}
+      ;;
+    latent-tiles)
+      # shellcheck disable=SC2086
+      SHOW=60 step latent-tiles 320 "$python" benchmarks/gpu_experts.py --json "$out/latent-tiles.json" --seconds 300 \
+        --only one experts latent --rows 64 256 --contexts 256 ${TILES_ARGS:-}
       ;;
     sampling)
       step sampling "$bench_s" "$python" benchmarks/gpu_sampling.py --engine "configs/$model" --json "$out/sampling.json"
