@@ -19,7 +19,8 @@ from agentinfer.loop import Engine, advance, generate, open_engine
 from agentinfer.ops import edit
 from agentinfer.ops.kernels.edit import edit_rows
 from agentinfer.ops.kernels.sample import sample_tokens
-from agentinfer.ops.sample import words
+from agentinfer.ops.sample import choose, survivors, words
+from agentinfer.state.columns import PARAMS
 from agentinfer.state.request import Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,6 +56,51 @@ def test_draws_have_the_exact_distribution(name: str, batch: int) -> None:
     assert bool(ok.all())
     counts = torch.bincount(tokens, minlength=len(draws.LOGITS)).cpu().numpy()
     draws.check(counts, draws.exact(draws.edited(case), case), name)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_filtered_tokens_depend_on_nothing_else(spread: float) -> None:
+    """256 rows of 151,936 logits of bfloat16, flat and peaked, with every kind of filter: the tokens are those of
+    each row alone, of the batch reversed and of a captured graph, and but for float32's last bits the host's.
+    """
+    kinds: tuple[dict[str, float], ...] = (
+        {}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.1},
+        {"top_k": 5000}, {"temperature": 0.0},
+    )  # fmt: skip
+    raw = spread * torch.randn((256, 151_936), generator=torch.Generator().manual_seed(1))
+    raw = raw.to(torch.bfloat16).float()
+    rows = np.zeros(256, PARAMS)
+    rows["top_p"], rows["temperature"], rows["seed"] = 1, 0.8, np.arange(256) * 2**35 - 9
+    for i, row in enumerate(rows):
+        for name, value in kinds[i % 8].items():
+            row[name] = value
+    logits, index = raw.cuda(), torch.arange(256, dtype=torch.int32, device="cuda")
+    params = torch.from_numpy(rows.view(np.int32).reshape(256, -1)).cuda()
+
+    def chosen(which: Tensor) -> Tensor:
+        tokens, ok = torch.zeros((2, len(which)), dtype=torch.int64, device="cuda")
+        sample_tokens(logits[which], params[which], index[which], tokens, ok)
+        assert bool(ok.all())
+        return tokens
+
+    together = chosen(torch.arange(256))
+    assert torch.equal(chosen(torch.arange(255, -1, -1)).flip(0), together)
+    assert torch.cat([chosen(torch.tensor([i])) for i in range(0, 256, 3)]).equal(together[::3])
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros((2, 256), dtype=torch.int64, device="cuda")
+    sample_tokens(logits, params, index, out[0], out[1], pdl=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        sample_tokens(logits, params, index, out[0], out[1], pdl=True)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out[0], together)
+    asked = rows[:64].tolist()
+    want = [
+        int(x.argmax()) if p[0] == 0 else choose(*survivors(x, p[0], p[3], p[1], p[2]), p[4], i)
+        for i, (x, p) in enumerate(zip(raw[:64].numpy(), asked, strict=True))
+    ]
+    assert sum(x != y for x, y in zip(together[:64].tolist(), want, strict=True)) <= 1
 
 
 @pytest.mark.parametrize("vocab", [151_936, 5_001])
