@@ -34,10 +34,10 @@ class Check:
 
     @property
     def verdict(self):
-        if self.bound is None:
-            return "told"
         if self.value is None:
             return "not measured"
+        if self.bound is None:
+            return "told"
         by = abs(self.value - self.bound)
         share = f" ({by / abs(self.bound):.0%})" if self.bound else ""
         return f"{'met' if self.met else 'MISSED'} by {number(by)}{share}"
@@ -142,8 +142,9 @@ def load_checks(found):
 
 
 def vllm_checks(found):
-    for row, speed in found["rows"].items():
-        yield Check("vllm", row, speed, "tok/s", None)
+    for row, (theirs, ours) in found["rows"].items():
+        yield Check("vllm", row, theirs, "tok/s", None)
+        yield Check("vllm", f"{row}, ours beside it", None if ours is None else ours / theirs, "times", None)
 
 
 def real_checks(found):

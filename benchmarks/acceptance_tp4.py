@@ -102,11 +102,12 @@ def utilisation(count):
 
 
 class Acceptance:
-    """The parts. Mutable: the time that is left."""
+    """The parts. Mutable: the time that is left, and speeds to hold beside vLLM's."""
 
     def __init__(self, args, work, log):
         self.args, self.work, self.sizes = args, work, TINY if args.device == "cpu" else Sizes()
         self.run = Runner(args.seconds, log)
+        self.speeds = {}
 
     def part(self, name):
         """What part *name* found. Raises Leave, and whatever went wrong."""
@@ -150,7 +151,9 @@ class Acceptance:
         return self.ranks("eager", [self.timing(), self.trace()], eager=True)
 
     def graphs(self):
-        return self.ranks("graphs", [self.timing()])
+        found = self.ranks("graphs", [self.timing()])
+        self.speeds["decode1"] = found["decode"]["tokens_per_s"]
+        return found
 
     def choices(self):
         folder = self.args.model
@@ -208,7 +211,8 @@ class Acceptance:
         mix = ["--requests", str(sizes.requests), "--prompt-tokens", sizes.lengths, "--output-tokens", sizes.lengths]
         mix += ["--temperature", "0.6", "--max-num-seqs", str(sizes.requests)]
         row = self.bench("mix", PARTS["load"] / 2, "throughput", file, *mix, *flags, *tokens)
-        return {**found, "mix": row["served"][0]["tokens_per_s"]}
+        self.speeds |= {"decode64": found["batch"], "mix": row["served"][0]["tokens_per_s"]}
+        return {**found, "mix": self.speeds["mix"]}
 
     def bench(self, name, limit_s, what, *given):
         file = self.work / f"bench-{name}.json"
@@ -226,8 +230,10 @@ class Acceptance:
         command += ["--side", "vllm", "--only", "decode1,decode64,mix", "--limit-s", str(limit), "--json", str(file)]
         if not self.run("vllm", limit + 5, command):
             raise RuntimeError("vs_vllm.py failed (see the log)")
-        rows = {row["row"]: row["vllm"] for row in json.loads(file.read_text("utf-8"))["rows"] if row["vllm"]}
-        return {"rows": rows}
+        rows = [row for row in json.loads(file.read_text("utf-8"))["rows"] if row["vllm"]]
+        if not rows:
+            raise RuntimeError("vLLM measured nothing (see the log)")
+        return {"rows": {row["row"]: [row["vllm"], self.speeds.get(row["row"])] for row in rows}}
 
     def real(self):
         folder = Path(self.args.model)

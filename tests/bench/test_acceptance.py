@@ -95,6 +95,14 @@ def test_choices_are_compared_where_the_margin_is_clear() -> None:
     assert (other["differ"], round(other["clear_percent"])) == (1, 67)
 
 
+def test_vllm_stands_beside_ours() -> None:
+    """As a ratio, where both were measured."""
+    found = list(checks.CHECKS["vllm"]({"rows": {"decode1": [200.0, 300.0], "mix": [50.0, None]}}))
+    assert [(one.value, one.verdict) for one in found] == [
+        (200.0, "told"), (1.5, "told"), (50.0, "told"), (None, "not measured")
+    ]  # fmt: skip
+
+
 def test_a_part_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> None:
     """Each says why; those that found something are judged."""
     tiny.write_tiny(tmp_path)
