@@ -77,6 +77,14 @@ class Leave(Exception):
     """A part that is left out, and why."""
 
 
+class EndedEarly(Exception):
+    """A part whose processes failed or ran out of time, and what it had found by then."""
+
+    def __init__(self, had):
+        super().__init__(f"it had {', '.join(had) or 'found nothing'} (see the log)")
+        self.had = had
+
+
 @contextlib.contextmanager
 def utilisation(count):
     """The highest utilisation of each of *count* GPUs while the block runs, in percent; empty where nobody says."""
@@ -136,7 +144,7 @@ class Acceptance:
         file = out / "found.json"
         found = json.loads(file.read_text("utf-8")) if file.exists() else {}
         if not good or any(what not in found for what, _ in do):
-            raise RuntimeError(f"it ended early; it had {', '.join(found) or 'nothing'} (see the log)")
+            raise EndedEarly(found)
         reports = [json.loads((out / f"rank-{rank}.json").read_text("utf-8")) for rank in range(tp)]
         return {**found, "ranks": reports, "utilisation": seen, "settings": job["settings"]}
 
@@ -337,6 +345,8 @@ def all_parts(acceptance, names, write=lambda _report: None):
             report[name] = acceptance.part(name)
         except Leave as why:
             report[name] = {"left_out": str(why)}
+        except EndedEarly as error:
+            report[name] = {"error": f"it ended early; {error}", "had": error.had}
         except Exception as error:  # noqa: BLE001 - the other parts are worth their time
             report[name] = {"error": f"{type(error).__name__}: {error}"}
         report[name]["took_s"] = round(time.monotonic() - begin, 1)

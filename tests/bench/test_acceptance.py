@@ -112,6 +112,10 @@ def test_a_part_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> N
     one.http = lambda: 1 // 0
     written: list[Any] = []
     report = acceptance.all_parts(one, ["http", "load", "vllm"], lambda found: written.append(json.dumps(found)))
+    early = acceptance.EndedEarly({"layers": 36, "decode": {"tokens_per_s": 50.0}})
+    one.eager = lambda: (_ for _ in ()).throw(early)
+    report |= acceptance.all_parts(one, ["eager"])
+    assert report["eager"]["had"]["decode"] == {"tokens_per_s": 50.0}
     one.run.end = 0.0
     report |= acceptance.all_parts(one, ["graphs"])
     found, without = checks.judged(report)
@@ -119,6 +123,7 @@ def test_a_part_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> N
     assert without == [
         "http: FAILED: ZeroDivisionError: integer division or modulo by zero",
         "vllm: left out: it needs GPUs",
+        "eager: FAILED: it ended early; it had layers, decode (see the log)",
         "graphs: left out: no time is left",
     ]
     assert [len(json.loads(words)) for words in written] == [1, 2, 3]
