@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 from agentinfer.ops.allreduce import fits_peer_buffer
-from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, Watched, connect, name_group, open_store
+from agentinfer.ops.comm import Group, Processes, Pulse, RankLost, Watched, connect, open_store
 from agentinfer.ops.linear import embedding, head, row_parallel
 
 CPU = torch.device("cpu")
@@ -135,18 +134,6 @@ def test_two_groups_in_one_process_do_not_meet() -> None:
     first = run(2, lambda group: group.all_reduce_sum(torch.ones(1)).item())
     assert first == run(2, lambda group: group.all_reduce_sum(torch.ones(1)).item()) == [2.0, 2.0]
     assert not torch.distributed.is_initialized()  # noqa: TID251 - asks only
-
-
-def test_a_group_of_shared_memory_is_found_by_its_name() -> None:
-    """torch's sums over symmetric memory resolve the name; two groups over one store do not meet."""
-    c10d = import_module("torch._C._distributed_c10d")
-    store = c10d.HashStore()
-    held = [name_group(store, f"{store}/{i}", i, 2) for i in range(2)]
-    found = [c10d._resolve_process_group(f"{store}/{i}") for i in range(2)]
-    assert [(group.rank(), group.size()) for group in found] == [(0, 2), (1, 2)]
-    assert len(held) == 2
-    found[0].get_group_store().set("key", "0")
-    assert not found[1].get_group_store().check(["key"])
 
 
 def test_a_store_that_is_not_there_is_said() -> None:

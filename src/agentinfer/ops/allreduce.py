@@ -24,8 +24,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from agentinfer.ops.comm import Processes, Shared, share_memory
+from agentinfer.ops.comm import Processes
 from agentinfer.ops.kernels import all_reduce as push
+from agentinfer.ops.shared_memory import Shared, share_memory
 
 _log = logging.getLogger(__name__)
 

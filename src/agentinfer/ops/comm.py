@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Final, Protocol
@@ -320,52 +320,6 @@ def connect(store: Any, name: str, rank: int, size: int, device: torch.device, p
     except RuntimeError as error:
         raise RankLost(pulse.lost or f"rank {rank} can not join the {size} of {name}: {error}") from error
     return Processes(group, size, pulse, on_host=on_host)
-
-
-@frozen(eq=False)
-class Shared:
-    """Memory of one GPU that the other ranks' GPUs can read and write."""
-
-    memory: Tensor
-    """[bytes] uint8, zeros at first: this rank's."""
-    pointers: Tensor
-    """[ranks] int64: where each rank's lies, as this one's GPU sees it."""
-    group: str
-    handle: tuple[Any, Any]
-    """Keep the others' memory mapped, and the group known by its name."""
-
-
-def share_memory(
-    store: Any, name: str, rank: int, size: int, counts: Sequence[int], device: torch.device
-) -> list[Shared]:  # fmt: skip
-    """Pieces of so many bytes on *device* that the *size* ranks of *name* lend each other (torch's symmetric memory).
-
-    All ranks call this, once for a *name*. No multicast is asked for, but torch prepares for some unless the
-    environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1, as commands do. Raises what torch does where it can not.
-    """
-    symmetric = import_module("torch.distributed._symmetric_memory")
-    group = name_group(store, name, rank, size)
-    lent: list[Shared] = []
-    for count in counts:
-        memory = symmetric.empty(count, dtype=torch.uint8, device=device)
-        handle = symmetric._SymmetricMemory.rendezvous(memory, name)  # noqa: SLF001
-        memory.zero_()
-        pointers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-        lent.append(Shared(memory, pointers, name, (handle, group)))
-    return lent
-
-
-def name_group(store: Any, name: str, rank: int, size: int) -> Any:
-    """A group that torch's C++ finds by *name* for as long as it is held; symmetric memory meets over its store. The
-    public ways, to this and to a rendezvous, want a default group.
-    """
-    distributed, c10d = _torch_distributed(), import_module("torch._C._distributed_c10d")
-    own = distributed.PrefixStore(f"{name}/memory", store)
-    group = distributed.ProcessGroup(own, rank, size)
-    group._set_group_name(name)  # noqa: SLF001
-    c10d._register_process_group(name, group)  # noqa: SLF001
-    c10d._SymmetricMemory.set_group_info(name, rank, size, own)  # noqa: SLF001
-    return group
 
 
 @frozen(eq=False)
