@@ -137,8 +137,9 @@ def test_queued_tokens_are_bounded(folder: Path) -> None:
 def test_more_sequences_than_may_ever_wait(folder: Path) -> None:
     """A request that could never be queued is a 400, not a 503: to come back would not help."""
     with running(open_engine(folder, small()), options(max_queued=3)) as server:
-        answer = server.post(COMPLETIONS, {"prompt": [[5]] * 4})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        for field, body in (("prompt", {"prompt": [[5]] * 4}), ("n", {"prompt": [5], "n": 4})):
+            answer = server.post(COMPLETIONS, body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_a_deadline_ends_a_request(folder: Path) -> None:

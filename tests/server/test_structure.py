@@ -70,7 +70,7 @@ def test_a_call_that_is_cut_off_is_content(tmp_path: Path) -> None:
     ("more", "word"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "nothing"),
         ({"structured_outputs": {"regex": "("}}, "regex"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
