@@ -124,7 +124,7 @@ def test_chat_with_a_server(
             half = out[: len(out) // 2]
             assert out == half * 2 != ""
         else:
-            assert "400: prompt" in err
+            assert "400: messages" in err
     assert main(["chat"]) == 2
     assert "give a MODEL, or --url" in capsys.readouterr().err
 
