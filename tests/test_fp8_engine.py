@@ -61,8 +61,8 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`generate --fp8 native` answers; `plan --fp8 native` says what DeepSeek-V3 takes: little more than a byte a
-    number. A model of wide weights is one line.
+    """`generate --fp8 native` answers, `plan --fp8 native` says what DeepSeek-V3 takes, little more than a byte a
+    number, and a model of wide weights is refused in one line.
     """
     argv = ["generate", str(folder), "--prompt-ids", "5,3", "--max-tokens", "2", "--num-blocks", "40", "--json"]
     for fp8 in ("native", "dequantize"):
