@@ -12,6 +12,8 @@ rows  product
 more  cuBLAS, and small kernels between
 ===== ============================================================================
 
+Weights of 8 bits take `scaled_gemm` for any number of rows but one.
+
 Steps of one query a row go to `attend_decode`, others to *ragged*; latent attention is in `latent`, experts in
 `experts`. Between our own kernels launches are programmatic (on Hopper and later), as `kernels/embed.py` explains;
 cuBLAS and other providers take no part and end the chain.
