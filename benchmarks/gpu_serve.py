@@ -41,7 +41,7 @@ from agentinfer.sse import Remote, get
 ROOT = Path(__file__).parents[1]
 NAME = "measured"
 TEMPERATURE = 0.6
-WAYS = {"one": (), "two": ("--http-process",)}
+WAYS = {"one": ("--no-http-process",), "two": ("--http-process",)}
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER, as linux/prctl.h has it."""
 

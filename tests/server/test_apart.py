@@ -125,7 +125,7 @@ def test_a_dead_engine_ends_both(folder: Path) -> None:
 def test_nobody_is_left_alone(folder: Path) -> None:
     """When the engine's process is killed, the one that answers ends by itself."""
     command = [sys.executable, "-m", "agentinfer", "serve", str(folder), "--port", "0", "--num-blocks", "64"]
-    with subprocess.Popen([*command, "--http-process"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         (child,) = psutil.Process(process.pid).children()

@@ -156,7 +156,7 @@ def test_what_goes_wrong_is_an_error(folder: Path, memory: InMemorySpanExporter)
         assert 0 < int(str(values["gen_ai.usage.completion_tokens"])) < 400
 
 
-@pytest.mark.parametrize("more", [(), ("--http-process",)], ids=["one process", "two"])
+@pytest.mark.parametrize("more", [("--no-http-process",), ()], ids=["one process", "two"])
 def test_a_collector_gets_them(folder: Path, more: tuple[str, ...]) -> None:
     """The command sends spans by OTLP over HTTP; those that it holds when SIGTERM comes are sent before it ends."""
     with collector() as (url, resources):

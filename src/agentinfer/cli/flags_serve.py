@@ -47,7 +47,12 @@ def _address(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how the model writes reasoning and tool calls (default: what its chat template looks like)",
     )
-    group.add_argument("--http-process", action="store_true", help="answer over HTTP in a process of its own")
+    group.add_argument(
+        "--http-process",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answer over HTTP in a process of its own, or in the engine's",
+    )
     group.add_argument("--no-ui", action="store_true", help="no status page at /")
     group.add_argument(
         "--otlp-traces-endpoint",
