@@ -124,8 +124,8 @@ def test_a_replayed_graph_is_the_eager_step_of_its_bucket(tiny_folder: Folder, d
 @pytest.mark.parametrize("policy", ["throughput", "reserve"])
 @pytest.mark.parametrize(("dtype", "count"), [("bfloat16", 24), ("float32", 40)])
 def test_overlap_changes_no_token(tiny_folder: Folder, policy: str, dtype: str, count: int) -> None:
-    """Steps planned before the last one has landed give what steps in turn give. Of 24 rows all run from the start; of
-    40 some wait for a row, which they get a step later, so steps have other sizes and round otherwise: in float32.
+    """Steps planned before the last one has landed give what steps in turn give: of 24 rows, which all run from the
+    start, and in float32 of 40, where some get a row a step later, so that steps have other sizes and round otherwise.
     """
     folder, asked = tiny_folder("qwen3", dtype), prompts(count, 200)
     assert tokens(opened(folder, policy=policy), asked) == tokens(opened(folder, policy=policy, overlap=False), asked)

@@ -21,8 +21,8 @@ def test_a_group_is_found_by_its_name() -> None:
 
 
 def test_processes_with_another_past_meet() -> None:
-    """C++ numbers what it exchanges by all groups of a process: 5 here, 0 there. Both find what the other wrote, call
-    by call; keys of another form stay as they are.
+    """C++ numbers what it exchanges by all groups of a process, 5 here and 0 there: both find what the other wrote,
+    call by call, and keys of another form stay as they are.
     """
     store = C10D.HashStore()
     held = [renumbered(store) for _ in range(2)]
