@@ -116,6 +116,19 @@ def test_logits(folder: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ep", [False, True])
+def test_logits_of_two_ranks(folder: Path, ep: bool) -> None:
+    """Two ranks, each with its blocks, compute what one does."""
+
+    def rank(group: Any) -> Any:
+        ranks = Ranks(group, ep=ep, device=torch.device("cpu"))
+        return Driver(*load(folder, ranks), ranks, 4, reference()).step({1: TOKENS})[1]
+
+    want = Driver(*load(folder, alone()), alone(), 4, reference()).step({1: TOKENS})[1]
+    for got in Threads.of(2).run(rank):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_tensors_of_a_trainer_are_rounded(folder: Path) -> None:
     """Weights in another dtype become those that the checkpoint in 8 bits was made of."""
     model = attrs.evolve(held(read_config(folder), NATIVE), dtype=torch.float32)
