@@ -4,9 +4,10 @@
 
 Without --only all is measured, what says most first; each row has its own limit, and what has no time left says so.
 Sums are timed in a captured graph, each after the other, over inputs of 8 KB to 4 MB: by NCCL, by torch's one-shot and
-two-shot over symmetric memory, by our kernel, and by the way that the engine chooses. Rows are `agentinfer bench` with
-dummy weights, beside the memory that both GPUs had taken (nvidia-smi). --profile traces 16 steps of batch 1 on both
-ranks: time in sums and time busy, microseconds a step, the least of the ranks (who comes early waits in a sum).
+two-shot over symmetric memory, by vLLM's kernel where it is installed, by ours, and by the way that the engine chooses.
+Rows are `agentinfer bench` with dummy weights, beside the memory that both GPUs had taken (nvidia-smi). --profile
+traces 16 steps of batch 1 on both ranks: time in sums and time busy, microseconds a step, the least of the ranks (who
+comes early waits in a sum).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,12 @@ from gpu_time import captured
 from torch import Tensor
 
 from agentinfer.ops.allreduce import STAGING, Fast, fast_sum, push_most, start_fast, two_shot_sum
-from agentinfer.ops.comm import Pulse, connect, open_store
+from agentinfer.ops.comm import Processes, Pulse, connect, open_store
 from agentinfer.ops.kernels import all_reduce
+from agentinfer.ops.shared_memory import Shared, share_memory
 
 ROOT = Path(__file__).parents[1]
-SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
+SIZES = (8 << 10, 64 << 10, 512 << 10, 2 << 20, 4 << 20)
 LATENCY = "latency --batch-sizes 1,64 --contexts 128 --prefill 1024 --max-num-batched-tokens 8192 --max-model-len 4096"
 MIX = "throughput --temperature 0.6 --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 4096"
 EAGER = "latency --batch-sizes 1 --contexts 128 --max-model-len 1024 --max-num-seqs 1 --eager --runs 1 --steps 96"
@@ -63,14 +67,53 @@ def sums_of(rank: int, size: int, port: int) -> dict[str, Any]:
     comm = connect(store, "bench", rank, size, device, Pulse())
     fast = start_fast(comm, rank, store, "bench/fast", device)
     found: dict[str, Any] = {"ranks": size, "started": fast is not None}
+    theirs: VllmSum | None = None
+    if fast is not None and find_spec("vllm") is not None:
+        try:
+            theirs = vllm_sum(comm, rank, store, device)
+        except Exception as error:  # noqa: BLE001 - the other ways are worth their time
+            found["vllm"] = f"{type(error).__name__}: {error}"
     for count in SIZES:
         x = torch.zeros(count // 2, dtype=torch.bfloat16, device=device)
         ways: dict[str, Callable[[int], Any]] = {"nccl": lambda _, x=x: comm.plain_sum(x)}
         if fast is not None:
             ways |= ours(fast, x)
+        if theirs is not None:
+            ways["vllm"] = lambda _, x=x, theirs=theirs: theirs(x)
         for name, call in ways.items():
             found[f"{name} {count >> 10} KB"] = captured(call, 1, launches=200)
     return found
+
+
+class VllmSum:
+    """vLLM's own sum between GPUs that reach each other, as of 0.26. It copies its input to where the others read it, as
+    it does in vLLM's graphs unless they register each buffer.
+    """
+
+    def __init__(self, ops: Any, lent: list[Shared], rank: int) -> None:
+        self.ops, self.lent, (meta, buffer) = ops, lent, lent
+        self.data = torch.empty(STAGING, dtype=torch.uint8, device=meta.memory.device)
+        self.handle = ops.init_custom_ar(meta.pointers.tolist(), self.data, rank, fully_connected=True)
+        self.place = buffer.pointers.tolist()[rank]
+        ops.register_buffer(self.handle, buffer.pointers.tolist())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self.ops.all_reduce(self.handle, x, out, self.place, STAGING)
+        return out
+
+
+def vllm_sum(comm: Processes, rank: int, store: Any, device: torch.device) -> VllmSum:
+    """That of these ranks, found right once."""
+    ops = import_module("vllm._custom_ops")
+    lent = share_memory(store, "bench/vllm", rank, comm.size, (ops.meta_size() + STAGING, STAGING), device)
+    comm.plain_sum(torch.zeros(1, device=device))  # all have zeroed what they lend
+    torch.cuda.synchronize()
+    theirs = VllmSum(ops, lent, rank)
+    x = torch.arange(4096, device=device, dtype=torch.bfloat16) % 15 + rank
+    if not torch.equal(theirs(x), comm.plain_sum(x)):
+        raise ValueError("it is wrong as it is called here")
+    return theirs
 
 
 def ours(fast: Fast, x: Tensor) -> dict[str, Callable[[int], Any]]:
