@@ -86,8 +86,8 @@ def sums_of(rank: int, size: int, port: int) -> dict[str, Any]:
 
 
 class VllmSum:
-    """vLLM's own sum between GPUs that reach each other, as of 0.26. It copies its input to where the others read it, as
-    it does in vLLM's graphs unless they register each buffer.
+    """vLLM's own sum between GPUs that reach each other, as of 0.26. It copies its input to where the others read it,
+    as it does in vLLM's graphs unless they register each buffer.
     """
 
     def __init__(self, ops: Any, lent: list[Shared], rank: int) -> None:
