@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from agentinfer.ops.edit import EditTables, no_tables, tell
+from agentinfer.ops.edit import EditInputs, EditTables, no_tables, tell
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import Row
 from agentinfer.state.plan import SamplingColumns, Told
@@ -35,6 +36,29 @@ CASES: Mapping[str, SamplingParams] = MappingProxyType({
     "edited, together": SamplingParams(temperature=1.3, top_k=7, top_p=0.95, min_p=0.05, **EDITS),
 })  # fmt: skip
 PROMPT, OUTPUT = (1, 1, 2), (9, 9, 3)
+
+
+def edit_inputs(
+    source: Sequence[int],
+    bias: Sequence[int],
+    counts: Sequence[int],
+    bans: Sequence[Sequence[int]] = (),
+    samples: Sequence[int] = (),
+    rows: Sequence[int] = (),
+    device: str = "cpu",
+) -> EditInputs:
+    """Samples with these rows of the logits and of the tables (-1: of none), with these *bans* of each; *samples* and
+    *rows*, where they are entered, are 0 and on unless given.
+    """
+    each = range(len(source))
+    bans = bans or [()] * len(source)
+    ends = np.cumsum([len(tokens) for tokens in bans], dtype=np.int32)
+    begins = ends - np.array([len(tokens) for tokens in bans], np.int32)
+    places = torch.tensor([source, bias, counts, begins.tolist(), ends.tolist(), samples or each, rows or each])
+    tokens = torch.tensor([token for one in bans for token in one], dtype=torch.int32)
+    asked, index = torch.zeros((len(source), 8), dtype=torch.int32), torch.zeros(len(source), dtype=torch.int32)
+    moved = (x.to(device) for x in (places.to(torch.int32), tokens, asked, index))
+    return EditInputs(tuple(samples or each), *moved)
 
 
 def tables_of(device: object) -> EditTables:

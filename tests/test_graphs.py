@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentinfer import graphs
 from agentinfer.errors import GraphBinding, InvalidSetting
 from agentinfer.graphs import (
     LEAD,
@@ -22,7 +26,10 @@ from agentinfer.graphs import (
     lay_out,
     num_entries,
 )
+from agentinfer.ops.comm import alone
+from agentinfer.ops.edit import no_tables
 from agentinfer.ops.inputs import host_rows
+from agentinfer.ops.provide import reference
 from agentinfer.sampling import edited
 from agentinfer.state.admit import arrive
 from agentinfer.state.columns import PARAMS
@@ -34,6 +41,7 @@ from agentinfer.state.plan import Edit, Plan, SamplingColumns, sampled
 from agentinfer.state.policy import POLICIES
 from agentinfer.state.request import Request, SamplingParams
 from agentinfer.state.schedule import schedule
+from agentinfer.steps import Device, Machine
 
 
 def test_bucket_sizes_are_small_powers_and_multiples_of_eight() -> None:
@@ -130,6 +138,64 @@ def test_samples_that_are_edited_are_greedy_in_a_graph() -> None:
     assert there["seed"].tolist() == params["seed"].tolist()
     assert params["temperature"].tolist() == [2, 2, 2]
     assert edited(plan) == ((1, 2), ())
+
+
+def test_samples_that_are_filtered_and_judged_stay_with_a_graph() -> None:
+    """It has chosen them, and left their logits as they were."""
+    plan = decode_plan([3, 5])
+    plan.sampling.params.setflags(write=True)
+    plan.sampling.params["top_p"] = 0.5
+    assert edited(evolve(plan, logprobs=np.array([2, -1], np.int32))) == ((), ())
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_the_second_choice_is_few_calls(rows: int) -> None:
+    """After a replay, of rows with bias, penalties and end tokens held back: three of the ops, and of torch little but
+    views of one block and of what was chosen; however many rows ask.
+    """
+    asked = ({"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}, {"min_tokens": 5}, {"temperature": 0.0})
+    state = initial(Limits(4, 200, rows, 4096, 512, 100, eos_ids=(2,)))
+    for i in range(rows):
+        state, _ = arrive(state, Request((5, 6), SamplingParams(max_tokens=20, seed=i, **asked[i % 4])))
+    state, plan = schedule(state)
+    assert plan is not None
+    assert len(edited(plan)[0]) == 3 * rows // 4
+    device, done = torch.device("cpu"), list[str]()
+
+    def op(name: str, result: Any = None) -> Any:
+        def called(*given: Any) -> Any:
+            done.append(name)
+            return result
+
+        return called
+
+    ops = evolve(
+        reference(),
+        edit_rows=op("edit", torch.empty(3 * rows // 4, 100)),
+        sample_rows=op("sample"),
+        enter_rows=op("enter"),
+    )
+    unused: Any = None
+    m = Machine(unused, unused, ops, alone(device), state.limits, unused, overlap=True)
+    there = Device(unused, torch.zeros(rows + 1, dtype=torch.int64), no_tables(100, device))
+    logits, chosen = torch.zeros(rows, 100), torch.zeros((2, rows), dtype=torch.int64)
+    with Calls() as calls:
+        graphs._after(m, logits, chosen, there, plan, np.arange(rows, dtype=np.int32))
+    assert done == ["edit", "sample", "enter"]
+    assert len(calls.names) <= 14, calls.names
 
 
 def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:

@@ -22,10 +22,10 @@ from agentinfer.judging import basis_of
 from agentinfer.ops.inputs import Inputs, Memo, apply_entries, check_tables, table_entries
 from agentinfer.ops.kv import Donated, KvCache, copy_blocks, holding
 from agentinfer.ops.sample import idle, needs_filters, words
-from agentinfer.sampling import Late, choose_edited, count_chosen, edit_on_device, edited, enter, pass_on
+from agentinfer.sampling import edited
 from agentinfer.state.ids import I32, ints
 from agentinfer.state.plan import Plan
-from agentinfer.steps import Device, Flight, Machine, decode_step, in_parts, take_off
+from agentinfer.steps import Device, Flight, Machine, choose_rest, decode_step, in_parts, take_off
 
 PARAMS_WORDS = 8
 LEAD = 4
@@ -276,18 +276,10 @@ def _after(
     if not now and not late and plan.logprobs is None:
         return take_off(plan, chosen), device
     logits_RV = tp.all_gather_last_dim(logits_RV)[:, : m.limits.vocab_size]
-    at, last, tables = np.argsort(places), device.last, device.edits
-    basis = basis_of(plan, m.logprobs_mode, logits_RV, at) if tp.rank == 0 else None
-    if now:
-        logits_PV = edit_on_device(m.ops, tables, plan, now, logits_RV, at[list(now)])
-        found = choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)[0]
-        chosen = enter(chosen, now, tp.broadcast(found))
-        last, tables = pass_on(last, plan, now, chosen), count_chosen(tables, plan, now, chosen)
-    waiting = None
-    if late:
-        logits_PV = edit_on_device(m.ops, tables, plan, late, logits_RV, at[list(late)])
-        waiting = Late(late, logits_PV if tp.rank == 0 else None, chosen, basis)
-    return take_off(plan, chosen, basis, waiting), Device(device.kv, last, tables)
+    row_of = np.argsort(places)
+    basis = basis_of(plan, m.logprobs_mode, logits_RV, row_of) if tp.rank == 0 else None
+    waiting = choose_rest(m, device, plan, logits_RV, row_of, chosen, now, late, basis)
+    return take_off(plan, chosen, basis, waiting), device
 
 
 def _prepare(kv: Donated[KvCache], plan: Plan, where: I32, blocks: I32) -> KvCache:

@@ -17,15 +17,15 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from agentinfer.judging import Basis, replace_edited, wanting
-from agentinfer.ops.edit import EditTables, ban, count, mask
-from agentinfer.ops.inputs import put
+from agentinfer.judging import Basis, replace_edited
+from agentinfer.ops.edit import EditInputs, ban, mask
+from agentinfer.ops.inputs import upload
 from agentinfer.ops.kv import Donated
 from agentinfer.ops.provide import Ops
-from agentinfer.ops.sample import choose_on_device, needs_filters, subset
-from agentinfer.state.ids import I32, I64, SeqId, ints
+from agentinfer.ops.sample import needs_filters, subset, words
+from agentinfer.state.ids import I32, I64, SeqId
 from agentinfer.state.plan import Edit, Plan
-from agentinfer.state.request import Request, bad_tokens, biased, needs_host, penalised
+from agentinfer.state.request import Request, bad_tokens
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """A user's own (token_ids, logits_V) -> logits_V: prompt and output so far, and the logits of the next token, float32
@@ -49,8 +49,7 @@ class Host:
 class Late:
     """Samples of a step that wait for the host."""
 
-    which: tuple[int, ...]
-    """Ascending."""
+    inputs: EditInputs
     logits_PV: Tensor | None
     """Theirs, after what the device edits; a copy that nobody else has. None: another rank chooses."""
     chosen: Tensor
@@ -76,15 +75,13 @@ Broken = tuple[SeqId, str]
 
 def edited(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The samples whose logits are edited, ascending: those that the device alone can edit, those that wait for the
-    host. Among the former are those that are filtered and judged: what filters logits may write them.
+    host.
     """
-    if not plan.edits and not plan.sampling.banned and plan.logprobs is None:
-        return (), ()
-    s, which = plan.sampling, wanting(plan)
-    late = tuple(edit.sample for edit in plan.edits if needs_host(edit.request.params))
-    asked = {edit.sample for edit in plan.edits} | {sample for sample, _ in plan.sampling.banned}
-    asked.update(ints(which[((s.top_p < 1) | (s.min_p > 0) | (s.top_k > 0))[which]]))
-    return tuple(sorted(asked.difference(late))), late
+    late = tuple([edit.sample for edit in plan.edits if edit.late])
+    now = tuple([edit.sample for edit in plan.edits if not edit.late])
+    if plan.sampling.banned:
+        now = tuple(sorted({*now, *(sample for sample, _ in plan.sampling.banned)}.difference(late)))
+    return now, late
 
 
 def needs_whole(plan: Plan, vocab_size: int) -> bool:
@@ -128,50 +125,64 @@ def _masked(mask: Mask, edit: Edit, tokens: tuple[int, ...], words: int) -> I32 
     return bits
 
 
-def edit_on_device(
-    ops: Ops, tables: EditTables, plan: Plan, which: Sequence[int], logits_SV: Tensor, rows: I64
-) -> Tensor:
-    """A copy of the logits of the samples *which*, which are *rows* of *logits*: with bias and penalties. [P, V]."""
-    place = {sample: i for i, sample in enumerate(which)}
-    places = np.full((3, len(which)), -1, np.int32)
-    places[0] = rows
-    for edit in plan.edits:
-        if (i := place.get(edit.sample)) is not None:
-            places[1, i] = edit.row if biased(edit.request.params) else -1
-            places[2, i] = edit.row if penalised(edit.request.params) else -1
-    return ops.edit_rows(logits_SV, put(places, logits_SV.device), tables)
+def stage_edits(plan: Plan, which: Sequence[int], row_of: I64, device: torch.device) -> EditInputs:
+    """Put the numbers of the samples *which* (ascending) of *plan* on *device*, with one copy. *row_of*: [S] the row of
+    the logits of each sample of the plan.
+    """
+    at, s = np.array(which, np.int64), plan.sampling
+    facts = np.zeros((4, len(s.index)), np.int32)
+    facts[:2] = -1
+    facts[:2, [edit.sample for edit in plan.edits]] = (
+        [edit.bias for edit in plan.edits],
+        [edit.counts for edit in plan.edits],
+    )
+    if s.banned:
+        ends = np.cumsum([len(tokens) for _, tokens in s.banned])
+        facts[2:, [sample for sample, _ in s.banned]] = np.append(0, ends[:-1]), ends
+    places = np.stack((row_of[at], *facts[:, at], at, plan.rows[plan.sample_rows[at]]))
+    tokens = np.array([token for _, tokens in s.banned for token in tokens], np.int32)
+    columns = (words(s)[at].reshape(-1), places.reshape(-1), s.index[at], tokens)
+    params, places, index, bans = upload((), columns, device)[1]
+    return EditInputs(tuple(which), places.view(-1, len(at)), bans, params.view(len(at), -1), index)
 
 
 def choose_edited(
     ops: Ops,
     plan: Plan,
-    which: Sequence[int],
+    x: EditInputs,
     logits_PV: Donated[Tensor],
     host: Host,
     ready: Mapping[int, Ready] = MappingProxyType({}),
     basis: Basis | None = None,
 ) -> tuple[Tensor, list[Broken]]:
-    """[2, P] int64: tokens and ok of the samples *which* (ascending) of *plan*, and what raised. *logits* are those of
-    `edit_on_device`: what is banned here is -inf before the penalties or after them. *Donates* logits. *ready*: of the
-    samples that waited for the host. Writes what *basis* has of the samples.
+    """[2, P] int64: tokens and ok of the samples *x* of *plan*, and what raised. *logits* are those of `Ops.edit_rows`:
+    what is banned here is -inf before the penalties or after them. *Donates* logits. *ready*: of the samples that
+    waited for the host. Writes what *basis* has of the samples.
     """
-    place = {sample: i for i, sample in enumerate(which)}
-    banned = [(place[i], token) for i, tokens in plan.sampling.banned if i in place for token in tokens]
-    banned += [(place[i], token) for i, one in ready.items() for token in one.banned]
+    broken = _edit_late(plan, x, logits_PV, host, ready) if ready else []
+    if basis is not None:
+        replace_edited(basis, plan, x.which, logits_PV)
+    if ops.sample_rows is None:
+        tokens, ok = ops.sample(logits_PV, evolve(subset(plan.sampling, np.array(x.which, np.int64)), banned=()))
+        return torch.stack((tokens, ok.to(tokens.dtype))), broken
+    found = torch.empty((2, len(x.which)), dtype=torch.int64, device=logits_PV.device)
+    ops.sample_rows(logits_PV, x.params, x.index, found[0], found[1])
+    return found, broken
+
+
+def _edit_late(
+    plan: Plan, x: EditInputs, logits_PV: Donated[Tensor], host: Host, ready: Mapping[int, Ready]
+) -> list[Broken]:
+    """Do to the logits of the samples *x* what the host found out about them; what raised."""
+    place = {sample: i for i, sample in enumerate(x.which)}
+    banned = [(place[i], token) for i, one in ready.items() for token in one.banned]
     if banned:
-        logits_PV = ban(logits_PV, *zip(*banned, strict=True))
+        ban(logits_PV, *zip(*banned, strict=True))
     masks = [(place[i], one.words) for i, one in ready.items() if one.words is not None]
     if masks:
-        logits_PV = mask(logits_PV, [at for at, _ in masks], np.stack([words for _, words in masks]))
+        mask(logits_PV, [at for at, _ in masks], np.stack([words for _, words in masks]))
     asking = [edit for edit in plan.edits if edit.sample in ready]
-    broken = [why for edit in asking if (why := _process(host, edit, ready, place, logits_PV))]
-    if basis is not None:
-        replace_edited(basis, plan, which, logits_PV)
-    asked = subset(plan.sampling, np.array(which, np.int64))
-    if ops.sample_rows is not None:
-        return choose_on_device(ops.sample_rows, logits_PV, asked), broken
-    tokens, ok = ops.sample(logits_PV, evolve(asked, banned=()))
-    return torch.stack((tokens, ok.to(tokens.dtype))), broken
+    return [why for edit in asking if (why := _process(host, edit, ready, place, logits_PV))]
 
 
 def _process(
@@ -186,28 +197,3 @@ def _process(
         except Exception as error:  # noqa: BLE001 - it is the user's own, and other requests go on
             return edit.seq, f"logits processor {name!r}: {type(error).__name__}: {error}"
     return None
-
-
-def enter(chosen: Donated[Tensor], which: Sequence[int], found_2P: Tensor) -> Tensor:
-    """Write what was *found* of the samples *which* into *chosen*: [2, S or more] int64, tokens and ok. *Donates*
-    chosen.
-    """
-    return chosen.index_copy_(1, put(np.array(which, np.int64), chosen.device), found_2P)
-
-
-def pass_on(last: Donated[Tensor], plan: Plan, which: Sequence[int], chosen: Tensor) -> Tensor:
-    """Write what the samples *which*, of one row each, chose ([2, S or more] int64 *chosen*) into *last*, for the next
-    step's inputs. *Donates* last.
-    """
-    rows = plan.rows[plan.sample_rows[list(which)]]
-    at = put(np.stack((np.array(which, np.int64), rows.astype(np.int64))), last.device)
-    return last.index_copy_(0, at[1], chosen[0].index_select(0, at[0]).to(last.dtype))
-
-
-def count_chosen(tables: Donated[EditTables], plan: Plan, which: Sequence[int], chosen: Tensor) -> EditTables:
-    """Count what those of the samples *which* chose whose penalties depend on it. *Donates* tables."""
-    counting = [edit for edit in plan.edits if edit.sample in which and penalised(edit.request.params)]
-    if not counting:
-        return tables
-    samples = put(np.array([edit.sample for edit in counting], np.int64), chosen.device)
-    return count(tables, [edit.row for edit in counting], chosen[0].index_select(0, samples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from agentinfer.judging import RAW, Basis, basis_of, judge_samples, judge_scored, of_samples, of_scored
 from agentinfer.models.model import Model
 from agentinfer.ops.comm import Happens, RankLost, Ranks
-from agentinfer.ops.edit import EditTables, tell
+from agentinfer.ops.edit import EditInputs, EditTables, tell
 from agentinfer.ops.inputs import Inputs, remember, stage
 from agentinfer.ops.kv import Donated, KvCache, renew
 from agentinfer.ops.parts import choose_parts
@@ -25,15 +25,12 @@ from agentinfer.sampling import (
     Late,
     ask_host,
     choose_edited,
-    count_chosen,
-    edit_on_device,
     edited,
-    enter,
     needs_whole,
-    pass_on,
+    stage_edits,
 )
 from agentinfer.state.event import Failed
-from agentinfer.state.ids import SeqId, ints
+from agentinfer.state.ids import I64, SeqId, ints
 from agentinfer.state.limits import Limits
 from agentinfer.state.plan import Plan, Sampled, sampled
 from agentinfer.state.policy import Policy
@@ -131,13 +128,11 @@ def _eager(m: Machine, device: Donated[Device], plan: Plan) -> tuple[Flight, Dev
     logits_SV, kv = step(m, kv, x)
     now, late = edited(plan)
     basis, scored = _asked(m, plan, logits_SV)
-    chosen = _choose(m, logits_SV[: len(plan.samples)], plan, device.edits, now, late, basis)
-    waiting = None
-    if late and m.ranks.tp.rank == 0:
-        waiting = edit_on_device(m.ops, device.edits, plan, late, logits_SV, np.array(late))
-    tables = count_chosen(device.edits, plan, now, chosen)
-    device = Device(kv, remember(device.last, x, chosen[0]), tables)
-    return take_off(plan, chosen, basis, Late(late, waiting, chosen, basis) if late else None, scored), device
+    count = len(plan.samples)
+    chosen = _choose(m, logits_SV[:count], plan, (*now, *late))
+    waiting = choose_rest(m, device, plan, logits_SV, np.arange(count), chosen, now, late, basis)
+    device = Device(kv, remember(device.last, x, chosen[0]), device.edits)
+    return take_off(plan, chosen, basis, waiting, scored), device
 
 
 def in_parts(m: Machine) -> Machine:
@@ -154,28 +149,46 @@ def _asked(m: Machine, plan: Plan, logits_SV: Tensor) -> tuple[Basis | None, Ten
     return basis_of(plan, m.logprobs_mode, logits_SV), judge_scored(plan, logits_SV[len(plan.samples) :])
 
 
-def _choose(
+def _choose(m: Machine, logits_SV: Tensor, plan: Plan, left: Sequence[int]) -> Tensor:
+    """[2, S] int64: tokens, ok; of the samples *left* nothing yet. Rank 0 decides for all."""
+    if m.ranks.tp.rank:
+        return m.ranks.tp.broadcast(torch.zeros(2, len(plan.samples), dtype=torch.int64, device=logits_SV.device))
+    tokens_S, ok_S = m.ops.sample(logits_SV, idle(plan.sampling, left))
+    return m.ranks.tp.broadcast(torch.stack((tokens_S, ok_S.to(tokens_S.dtype))))
+
+
+def choose_rest(
     m: Machine,
-    logits_SV: Tensor,
+    device: Donated[Device],
     plan: Plan,
-    tables: EditTables,
-    now: tuple[int, ...],
-    late: tuple[int, ...],
+    logits_RV: Tensor,
+    row_of: I64,
+    chosen: Donated[Tensor],
+    now: Sequence[int],
+    late: Sequence[int],
     basis: Basis | None,
-) -> Tensor:
-    """[2, S] int64: tokens, ok; of the samples *late* nothing yet. Rank 0 decides for all. Writes what *basis* has of
-    the samples that are edited.
+) -> Late | None:
+    """Choose the samples *now* of *plan* from edited copies of their logits, once all others are *chosen* ([2, S or
+    more] int64: tokens, ok); those that are *late* come back, edited as far as the device can. *row_of*: [S] the row of
+    the logits of each sample. Rank 0 decides for all. Writes *device*, *chosen* and what *basis* has of these samples.
     """
-    tp = m.ranks.tp
-    if tp.rank:
-        return tp.broadcast(torch.zeros(2, len(plan.samples), dtype=torch.int64, device=logits_SV.device))
-    tokens_S, ok_S = m.ops.sample(logits_SV, idle(plan.sampling, (*now, *late)))
-    chosen = torch.stack((tokens_S, ok_S.to(tokens_S.dtype)))
     if now:
-        logits_PV = edit_on_device(m.ops, tables, plan, now, logits_SV, np.array(now))
-        found, _ = choose_edited(m.ops, plan, now, logits_PV, m.host, basis=basis)
-        chosen = enter(chosen, now, found)
-    return tp.broadcast(chosen)
+        x, found = stage_edits(plan, now, row_of, chosen.device), None
+        if m.ranks.tp.rank == 0:
+            found, _ = choose_edited(m.ops, plan, x, m.ops.edit_rows(logits_RV, x, device.edits), m.host, basis=basis)
+        _enter(m, device, x, found, chosen)
+    if not late:
+        return None
+    x = stage_edits(plan, late, row_of, chosen.device)
+    return Late(x, None if m.ranks.tp.rank else m.ops.edit_rows(logits_RV, x, device.edits), chosen, basis)
+
+
+def _enter(
+    m: Machine, device: Donated[Device], x: EditInputs, found_2P: Tensor | None, chosen: Donated[Tensor]
+) -> None:
+    """Write what rank 0 has *found* of the samples of *x* into *chosen* and *device*."""
+    found_2P = chosen.new_zeros((2, len(x.which))) if found_2P is None else found_2P
+    m.ops.enter_rows(m.ranks.tp.broadcast(found_2P), x, chosen, device.last, device.edits)
 
 
 def finish(
@@ -190,17 +203,14 @@ def finish(
     if late is None:
         return flight, device, []
     try:
-        chosen, broken = late.chosen, list[Broken]()
+        found, broken = None, list[Broken]()
         if late.logits_PV is not None:
-            waiting = [edit for edit in plan.edits if edit.sample in late.which]
+            waiting = [edit for edit in plan.edits if edit.late]
             ready, broken = ask_host(m.host, waiting, known, m.limits.vocab_size)
-            found, raised = choose_edited(m.ops, plan, late.which, late.logits_PV, m.host, ready, late.basis)
-            chosen, broken = enter(chosen, late.which, found), broken + raised
-        chosen = tp.broadcast(chosen)
-        tables = count_chosen(device.edits, plan, late.which, chosen)
-        last = pass_on(device.last, plan, late.which, chosen)
-        flight = _watched(m, take_off(plan, chosen, late.basis, scored=flight.scored))
-        return flight, Device(device.kv, last, tables), broken
+            found, raised = choose_edited(m.ops, plan, late.inputs, late.logits_PV, m.host, ready, late.basis)
+            broken += raised
+        _enter(m, device, late.inputs, found, late.chosen)
+        return _watched(m, take_off(plan, late.chosen, late.basis, scored=flight.scored)), device, broken
     except Exception as error:
         if tp.size > 1:
             raise

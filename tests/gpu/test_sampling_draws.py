@@ -17,7 +17,7 @@ import draws
 from agentinfer.build import Settings
 from agentinfer.loop import Engine, advance, generate, open_engine
 from agentinfer.ops import edit
-from agentinfer.ops.kernels.edit import edit_rows
+from agentinfer.ops.kernels.edit import edit_rows, enter_rows
 from agentinfer.ops.kernels.sample import sample_tokens
 from agentinfer.ops.sample import choose, survivors, words
 from agentinfer.state.columns import PARAMS
@@ -32,9 +32,9 @@ Context = Callable[[], AbstractContextManager[None]]
 def logits_of(name: str, count: int) -> Tensor:
     """*count* rows of a case, after its edits, by the kernel."""
     row = NAMES.index(name) + 1 if name.startswith("edited") else -1
-    places = torch.tensor([[0] * count, [row] * count, [row] * count], dtype=torch.int32, device="cuda")
+    x = draws.edit_inputs([0] * count, [row] * count, [row] * count, device="cuda")
     raw = torch.from_numpy(draws.LOGITS)[None].cuda()
-    return edit_rows(raw, places, draws.tables_of(torch.device("cuda")))
+    return edit_rows(raw, x, draws.tables_of(torch.device("cuda")))
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -105,7 +105,7 @@ def test_filtered_tokens_depend_on_nothing_else(spread: float) -> None:
 
 @pytest.mark.parametrize("vocab", [151_936, 5_001])
 def test_edited_rows_are_those_of_the_reference(vocab: int) -> None:
-    """Bias and penalties of 64 of 256 rows, in one pass."""
+    """Bias, penalties and bans of 64 of 256 rows, in one pass; and what they chose is entered in one."""
     draw = torch.Generator(device="cuda").manual_seed(0)
     logits = 4 * torch.randn((256, vocab), generator=draw, device="cuda")
     tables = edit.EditTables(
@@ -114,11 +114,21 @@ def test_edited_rows_are_those_of_the_reference(vocab: int) -> None:
         torch.tensor([[0.5, 0.25, 1.3]], device="cuda").repeat(65, 1),
     )
     tables.bias[:, ::3] = float("-inf")
-    rows = torch.randperm(256, generator=draw, device="cuda")[:64].to(torch.int32)
-    ours = torch.arange(1, 65, device="cuda", dtype=torch.int32)
-    places = torch.stack((rows, torch.where(ours % 3 > 0, ours, -1), torch.where(ours % 2 > 0, ours, -1)))
-    got, want = edit_rows(logits, places, tables), edit.edit_rows(logits, places, tables)
+    rows, ours = torch.randperm(256)[:64].tolist(), range(1, 65)
+    x = draws.edit_inputs(
+        rows, [i if i % 3 else -1 for i in ours], [i if i % 2 else -1 for i in ours],
+        [[j * 17 for j in range(i % 5)] for i in ours], sorted(rows), [*ours], "cuda",
+    )  # fmt: skip
+    got, want = edit_rows(logits, x, tables), edit.edit_rows(logits, x, tables)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got == -torch.inf, want == -torch.inf)
+    found, ends = torch.stack((want.argmax(-1), torch.ones_like(want.argmax(-1)))), list[tuple[Tensor, ...]]()
+    for enter in (enter_rows, edit.enter_rows):
+        chosen, last = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in ((2, 256), (65,)))
+        counted = evolve(tables, counts=tables.counts.clone())
+        enter(found, x, chosen, last, counted)
+        ends.append((chosen, last, counted.counts))
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 def steps_up(tokens: Any, logits: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ def logits_of(names: list[str], each: int) -> Tensor:
     rows = [NAMES.index(name) + 1 for name in names for _ in range(each)]
     tables = draws.tables_of(CPU)
     asks = [row if row <= len(tables.bias) - 1 and NAMES[row - 1].startswith("edited") else -1 for row in rows]
-    places = torch.tensor([[0] * len(rows), asks, asks], dtype=torch.int32)
-    return edit_rows(torch.from_numpy(draws.LOGITS)[None], places, tables)
+    return edit_rows(torch.from_numpy(draws.LOGITS)[None], draws.edit_inputs([0] * len(rows), asks, asks), tables)
 
 
 def counts_of(names: list[str], batch: int, total: int) -> dict[str, np.ndarray]:

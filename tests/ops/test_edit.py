@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import draws
 from agentinfer.ops import edit
 from agentinfer.ops.provide import reference
 from agentinfer.ops.sample import sample
-from agentinfer.sampling import Host, Ready, choose_edited, completing, edit_on_device
+from agentinfer.sampling import Host, Ready, choose_edited, completing, stage_edits
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.ids import Row, SeqId
 from agentinfer.state.plan import Edit, Plan, SamplingColumns, Told
@@ -36,9 +37,9 @@ def tables(*rows: Told, vocab: int = VOCAB) -> edit.EditTables:
     return edit.tell(edit.no_tables(vocab, CPU), rows)
 
 
-def places(*samples: tuple[int, int, int]) -> torch.Tensor:
+def places(*samples: tuple[int, int, int], bans: Sequence[Sequence[int]] = ()) -> edit.EditInputs:
     """Of each: its row of logits, that of the bias, that of the counts."""
-    return torch.tensor(samples, dtype=torch.int32).t().contiguous()
+    return draws.edit_inputs(*zip(*samples, strict=True), bans)
 
 
 # --- worked cases ---------------------------------------------------------------------------------------------------
@@ -55,11 +56,14 @@ def test_the_worked_case_of_penalties() -> None:
 
 
 def test_what_is_chosen_is_counted_as_what_was_told() -> None:
-    """Told [3, 3], or told nothing and having chosen 3 twice: the same logits."""
+    """Told [3, 3], or told nothing and having chosen 3 twice: the same logits. Tokens go where they are looked for."""
     asked = {"repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     known = tables(told(1, [1, 1, 2], **asked), told(4, [5], [5], presence_penalty=1), vocab=6)
+    chosen, last = torch.full((2, 5), 9), torch.full((6,), 9)
+    x = draws.edit_inputs([0, 1, 2], [-1, 2, -1], [4, -1, 1], samples=[0, 1, 3], rows=[4, 2, 1])
     for _ in range(2):
-        known = edit.count(known, [4, 1], torch.tensor([0, 3]))
+        edit.enter_rows(torch.tensor([[0, 7, 3], [1, 0, 1]]), x, chosen, last, known)
+    assert (chosen.tolist(), last.tolist()) == ([[0, 7, 9, 3, 9], [1, 0, 9, 1, 9]], [9, 3, 7, 9, 0, 9])
     other = tables(told(1, [1, 1, 2], [3, 3], **asked), told(4, [5], [5, 0, 0], presence_penalty=1), vocab=6)
     assert torch.equal(known.counts, other.counts)
     assert known.counts[4].tolist() == [4, 0, 0, 0, 0, 3]
@@ -207,9 +211,10 @@ def test_edits_and_choice_are_those_of_a_plain_pipeline(data: st.DataObject, cou
         for i, ((one, _, mask, _), late) in enumerate(zip(drawn, host, strict=True)) if late
     }  # fmt: skip
     before = raw.clone()
-    copy = edit_on_device(reference(), tables(*asked), plan, range(count), raw, np.arange(count))
+    x = stage_edits(plan, range(count), np.arange(count), CPU)
+    copy = edit.edit_rows(raw, x, tables(*asked))
     assert torch.equal(raw, before)
-    chosen, broken = choose_edited(reference(), plan, range(count), copy, Host(PROCESSORS), ready)
+    chosen, broken = choose_edited(reference(), plan, x, copy, Host(PROCESSORS), ready)
     assert not broken
     np.testing.assert_array_equal(copy.numpy(), np.stack(want))
     assert chosen.tolist() == [tokens.tolist(), [int(x) for x in ok]]
@@ -228,7 +233,6 @@ def test_repetition_and_bad_words_are_those_of_transformers(seed: int, penalty: 
     ids = torch.tensor([asked.tokens])
     want = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     want = NoBadWordsLogitsProcessor([list(word) for word in words])(ids, want)
-    got = edit.edit_rows(logits, places((0, 1, 1 if penalty != 1 else -1)), tables(asked))
-    banned = list(completing(words, output))
-    got = edit.ban(got, [0] * len(banned), banned) if banned else got
+    banned = [*completing(words, output)]
+    got = edit.edit_rows(logits, places((0, 1, 1 if penalty != 1 else -1), bans=[banned]), tables(asked))
     torch.testing.assert_close(got, want)

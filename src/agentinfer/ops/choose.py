@@ -235,7 +235,7 @@ EXPERTS: Final = LATENT
 """Providers for models with experts."""
 SCALED: Final = ("reference", "triton", "fa3-mla", "flashmla")
 """Providers for weights in 8 bits."""
-SAMPLING: Final = ("sample", "sample_rows", "part_rows", "edit_rows")
+SAMPLING: Final = ("sample", "sample_rows", "part_rows", "edit_rows", "enter_rows")
 """The calls that choose tokens, and what is done to logits before."""
 ATTENTIONS: Final = ("vllm", "flash-attn", "torch")
 """Providers that do not sample, and whose layers ask nothing of the host: with sampling they can be captured."""

@@ -21,8 +21,27 @@ from agentinfer.state.ids import F32, I32, I64
 from agentinfer.state.plan import Told
 from agentinfer.state.request import SamplingParams, bad_tokens, biased, penalised
 
-EditRows = Callable[[Tensor, Tensor, "EditTables"], Tensor]
-"""(logits_SV, places_3P int32, tables) -> [P, V] float32: see `edit_rows`."""
+EditRows = Callable[[Tensor, "EditInputs", "EditTables"], Tensor]
+"""(logits_SV, inputs, tables) -> [P, V] float32: see `edit_rows`."""
+EnterRows = Callable[[Tensor, "EditInputs", Tensor, Tensor, "EditTables"], None]
+"""(found_2P, inputs, chosen_2S, last, tables): see `enter_rows`."""
+
+
+@frozen(eq=False)
+class EditInputs:
+    """Samples whose logits are edited, as the device sees them: all of it came with one copy. B bans."""
+
+    which: tuple[int, ...]
+    """On the host: their numbers among the samples of the plan, ascending."""
+    places: Tensor
+    """[7, P] int32: the row of each in the logits, in the table of biases and in that of counts (-1: in none), where
+    its bans begin and where they end, its number in the plan, its row in the table of last tokens."""
+    bans: Tensor
+    """[B] int32 token ids that are never chosen in this step."""
+    params: Tensor
+    """[P, 8] int32: the bits of state.columns.PARAMS."""
+    index: Tensor
+    """[P] int32 output index."""
 
 
 @frozen(eq=False)
@@ -92,25 +111,28 @@ def counts_of(tokens: Sequence[int], prompt: int) -> tuple[I64, I32]:
     return ids, counts.astype(np.int32)
 
 
-def edit_rows(logits_SV: Tensor, places_3P: Tensor, tables: EditTables) -> Tensor:
-    """A copy of the rows places[0] of *logits*, edited by what *tables* say: [P, V] float32.
+def edit_rows(logits_SV: Tensor, x: EditInputs, tables: EditTables) -> Tensor:
+    """A copy of the rows of *logits* that *x* names, edited by what *tables* say: [P, V] float32.
 
-    First the bias of row places[1] is added, then the penalties of row places[2] are applied; -1: of none. Repetition:
-    the logit of a token in prompt or output is divided by it, or multiplied if negative. Then, of tokens in the output,
-    frequency times their number and presence are taken off.
+    First the bias is added, then the penalties are applied, then bans are set to -inf, which comes to the same before
+    the penalties. Repetition: the logit of a token in prompt or output is divided by it, or multiplied if negative.
+    Then, of tokens in the output, frequency times their number and presence are taken off.
     """
-    source, biased, penalised = places_3P.to(torch.int64)
+    source, biased, penalised, begin, end, _, _ = x.places.to(torch.int64)
     logits = logits_SV.index_select(0, source).to(torch.float32)
     at = (biased >= 0).nonzero().squeeze(-1)
     if len(at):
         logits.index_copy_(0, at, logits.index_select(0, at) + tables.bias.index_select(0, biased[at]))
     at = (penalised >= 0).nonzero().squeeze(-1)
     if len(at):
-        x, counts = logits.index_select(0, at), tables.counts.index_select(0, penalised[at])
+        y, counts = logits.index_select(0, at), tables.counts.index_select(0, penalised[at])
         presence, frequency, repetition = tables.penalties.index_select(0, penalised[at]).unsqueeze(-1).unbind(1)
-        x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        y = torch.where(counts > 0, torch.where(y > 0, y / repetition, y * repetition), y)
         number = counts >> 1
-        logits.index_copy_(0, at, x - (frequency * number + presence * (number > 0)))
+        logits.index_copy_(0, at, y - (frequency * number + presence * (number > 0)))
+    if len(x.bans):
+        at = torch.arange(len(logits), device=logits.device).repeat_interleave(end - begin)
+        logits[at, x.bans.to(torch.int64)] = float("-inf")
     return logits
 
 
@@ -136,8 +158,17 @@ def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Te
     return logits_PV.index_copy_(0, at, logits_PV.index_select(0, at).masked_fill_(forbidden, float("-inf")))
 
 
-def count(tables: Donated[EditTables], rows: Sequence[int], tokens_P: Tensor) -> EditTables:
-    """Count the token that each of *rows*, which are distinct, has sampled. *Donates* tables."""
-    at = put(np.array(rows, np.int64), tokens_P.device) * tables.counts.shape[1] + tokens_P
-    tables.counts.view(-1).index_add_(0, at, tables.counts.new_full((len(at),), 2))
-    return tables
+def enter_rows(
+    found_2P: Tensor, x: EditInputs, chosen: Donated[Tensor], last: Donated[Tensor], tables: Donated[EditTables]
+) -> None:
+    """Write what was *found* of the samples of *x* (int64: tokens, ok) where it is looked for: into *chosen* ([2, S or
+    more] int64, by the numbers of the plan), into *last* ([rows + 1] int64, by rows), and into the counts of those with
+    penalties. Of several samples of one row, which have none, any of the tokens may be the row's last one.
+    """
+    _, _, penalised, _, _, samples, rows = x.places.to(torch.int64)
+    chosen.index_copy_(1, samples, found_2P)
+    last.index_copy_(0, rows, found_2P[0])
+    at = (penalised >= 0).nonzero().squeeze(-1)
+    if len(at):
+        places = penalised[at] * tables.counts.shape[1] + found_2P[0, at]
+        tables.counts.view(-1).index_add_(0, places, tables.counts.new_full((len(at),), 2))

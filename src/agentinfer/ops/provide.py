@@ -23,7 +23,7 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops import attention, edit, linear, mla, moe, norm, rope, sample
 from agentinfer.ops.attention import HeadShape
 from agentinfer.ops.comm import Group
-from agentinfer.ops.edit import EditRows
+from agentinfer.ops.edit import EditRows, EnterRows
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
@@ -159,7 +159,9 @@ class Ops:
     part_rows: PartRows | None = None
     """The same of logits that are cut over ranks; None: it is done on the host."""
     edit_rows: EditRows = edit.edit_rows
-    """(logits_SV, places_3P, tables) -> [P, V] float32: some rows, with their bias and penalties."""
+    """(logits_SV, inputs, tables) -> [P, V] float32: some rows, with their bias, penalties and bans."""
+    enter_rows: EnterRows = edit.enter_rows
+    """(found_2P, inputs, chosen_2S, last, tables): writes what was found of those rows into the last three."""
     row_step: RowStep | None = None
     """(weights of a dense decoder, heads, windows, eps, scale, group, kv, inputs) -> logits [1, vocab_size] float32: a
     whole forward pass of one position with one sample; None: layer by layer, as all others."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from agentinfer.ops.inputs import put
-from agentinfer.ops.kv import Donated
 from agentinfer.state.ids import F32, I64, some
 from agentinfer.state.plan import SamplingColumns
 
@@ -34,7 +33,7 @@ Sample = Callable[[Tensor, SamplingColumns], tuple[Tensor, Tensor]]
 SampleRows = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(logits_SV float32, params [S, 8] int32, index [S] int32, tokens [S] int64, ok [S] int64): sampling, written to the
 last two, all of it on the device without waiting, so that a graph can capture it. params are the bits of
-state.columns.PARAMS. It may write the logits of rows with filters."""
+state.columns.PARAMS. The logits are not written."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it choose the largest logit."""
@@ -274,24 +273,15 @@ def on_device(choose_rows: SampleRows) -> Sample:
     """`sample` that never waits for its device: banned ids here, the rest by *choose_rows*."""
 
     def sample_on_device(logits_SV: Tensor, s: SamplingColumns) -> tuple[Tensor, Tensor]:
-        logits = logits_SV.to(torch.float32)
+        logits, count, device = logits_SV.to(torch.float32), len(logits_SV), logits_SV.device
         if s.banned:
             logits = _ban(logits, s.banned)
-        elif len(needs_filters(s, logits.shape[-1])) and logits.dtype == logits_SV.dtype:
-            logits = logits.clone()
-        chosen = choose_on_device(choose_rows, logits, s)
-        return chosen[0], chosen[1] != 0
+        there = put(np.concatenate((words(s).reshape(-1), s.index)), device)
+        tokens, ok = torch.empty((2, count), dtype=torch.int64, device=device)
+        choose_rows(logits, there[: -count or None].view(count, -1), there[-count:], tokens, ok)
+        return tokens, ok != 0
 
     return sample_on_device
-
-
-def choose_on_device(choose_rows: SampleRows, logits_SV: Donated[Tensor], s: SamplingColumns) -> Tensor:
-    """[2, S] int64: tokens, ok; waits for nothing. Heeds no bans of *s*. *Donates* logits (float32)."""
-    count, device = len(logits_SV), logits_SV.device
-    there = put(np.concatenate((words(s).reshape(-1), s.index)), device)
-    chosen = torch.empty((2, count), dtype=torch.int64, device=device)
-    choose_rows(logits_SV, there[: -count or None].view(count, -1), there[-count:], chosen[0], chosen[1])
-    return chosen
 
 
 def _ban(logits_SV: Tensor, banned: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:

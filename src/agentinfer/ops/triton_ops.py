@@ -34,7 +34,7 @@ from agentinfer.ops.comm import Group
 from agentinfer.ops.inputs import Inputs
 from agentinfer.ops.kernels import add_norm, silu
 from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
-from agentinfer.ops.kernels.edit import edit_rows
+from agentinfer.ops.kernels.edit import edit_rows, enter_rows
 from agentinfer.ops.kernels.embed import embed
 from agentinfer.ops.kernels.gemv import gemv
 from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
@@ -212,4 +212,5 @@ def triton_ops(
         sample_rows=choose_rows,
         part_rows=partial(sample_parts, pdl=run.pdl),
         edit_rows=edit_rows,
+        enter_rows=enter_rows,
     )

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from agentinfer.state.ids import F32, I32, I64, BlockId, Bool, Row, SeqId
 from agentinfer.state.logprobs import TokenLogprobs
-from agentinfer.state.request import Request
+from agentinfer.state.request import Request, biased, needs_host, penalised
 from agentinfer.state.sequence import Finished
 from agentinfer.state.show import plan_html
 
@@ -65,6 +65,16 @@ class Edit:
     row: Row
     seq: SeqId
     request: Request
+    late: bool = field(init=False, default=Factory(lambda one: needs_host(one.request.params), takes_self=True))
+    """Whether it waits for the host. Like the two that follow it is found once: steps in steady decode share edits."""
+    bias: int = field(
+        init=False, default=Factory(lambda one: one.row if biased(one.request.params) else -1, takes_self=True)
+    )
+    """The row, if a bias is added; else -1."""
+    counts: int = field(
+        init=False, default=Factory(lambda one: one.row if penalised(one.request.params) else -1, takes_self=True)
+    )
+    """The row, if penalties count its tokens; else -1."""
 
 
 @frozen
