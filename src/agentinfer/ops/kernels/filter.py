@@ -224,6 +224,7 @@ def _look(
     """
     at = tl.load(row + tl.maximum(candidate, 0))
     edge = tl.where(candidate >= 0, _w(at, top, temperature), float("inf"))
+    low, high = tl.load(seed), tl.load(seed + 1)
     lane = tl.arange(0, 4)
     count = tl.zeros((BV // 4, 4), tl.int32)
     mass = tl.zeros((BV // 4, 4), tl.float32)
@@ -242,7 +243,7 @@ def _look(
             whole += share
         able = above & (w <= last) & (w < float("inf"))
         if tl.max(tl.max(able.to(tl.int32), 1), 0) > 0:
-            score = tl.where(able, _gumbel(seed, index, block, lane, DEVICE) - w, float("-inf"))
+            score = tl.where(able, _gumbel(low, high, index, block, lane, DEVICE) - w, float("-inf"))
             most = tl.max(tl.max(score, 1), 0)
             if most > best:
                 best = most
@@ -276,9 +277,7 @@ def _round(
         else:
             top = _made(bounds + sample * BOUNDS).to(tl.float32)
             last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
-            seed = (tl.load(asked + sample * WORDS + 5).to(tl.int64) << 32) | (
-                tl.load(asked + sample * WORDS + 4).to(tl.int64) & 0xFFFFFFFF
-            )
+            seed = asked + sample * WORDS + 4
             count, mass, whole, score, best = _look(
                 logits + sample.to(tl.int64) * STRIDE, tl.program_id(0) * SPAN, token, top, last, temperature, top_p,
                 seed, tl.load(index + sample), V, SPAN, BV, DEVICE,
@@ -303,9 +302,7 @@ def _settle(
         top = _made(bounds + sample * BOUNDS).to(tl.float32)
         last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
         total = _made(bounds + sample * BOUNDS + 2)
-        seed = (tl.load(asked + sample * WORDS + 5).to(tl.int64) << 32) | (
-            tl.load(asked + sample * WORDS + 4).to(tl.int64) & 0xFFFFFFFF
-        )
+        seed = asked + sample * WORDS + 4
         mine = parts + sample * SPLITS * PARTS
         done, token = _decided(mine, total, k, top_p, V, SPLITS, SLACK)
         while done == 0:

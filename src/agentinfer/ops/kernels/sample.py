@@ -68,9 +68,7 @@ def _sample_tiles(
             if tl.load(row + 3) > 0:
                 chunk = (sample * C + tile) * (BV // CHUNK) + tl.arange(0, BV // CHUNK)
                 tl.store(maxima + chunk, tl.max(tl.reshape(score, (BV // CHUNK, CHUNK)), 1))
-        low = tl.load(row + 4).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(row + 5).to(tl.int64) << 32
-        noise = _gumbel(high | low, tl.load(index + sample), block, lane, DEVICE)
+        noise = _gumbel(tl.load(row + 4), tl.load(row + 5), tl.load(index + sample), block, lane, DEVICE)
         score = _z(score, top, temperature) + noise
         most = tl.max(tl.max(score, 1), 0)
     winner = tl.min(tl.min(tl.where(score == most, ids, 0x7FFFFFFF), 1), 0)
