@@ -111,6 +111,24 @@ def test_a_slow_reader_finds_all_in_one_piece() -> None:
     asyncio.run(run())
 
 
+def test_what_can_not_be_posted_waits_for_nothing() -> None:
+    """A command that can not be told leaves no request behind: none that would be waited for, or take up room."""
+
+    async def run() -> None:
+        engine = Engine()
+
+        def post(command: Command) -> None:
+            if isinstance(command, Submit):
+                raise OverflowError("planted")
+
+        engine.desk.post = post
+        with pytest.raises(OverflowError, match="planted"):
+            await engine.submit(items(2))
+        assert (engine.desk.tickets, engine.desk.num_queued, engine.desk.tokens_queued) == ({}, 0, 0)
+
+    asyncio.run(run())
+
+
 def test_a_request_says_farewell_once() -> None:
     """When it leaves it knows when its sequences began, and how the engine ended those that it did."""
 

@@ -36,7 +36,10 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     (COMPLETIONS, "prompt_logprobs", 21, {"logprobs": 3}),
     (COMPLETIONS, "prompt", ["a"] * 40, {}),
     (COMPLETIONS, "n", 40, {"temperature": 1}),
+    (COMPLETIONS, "prompt", [5, 10**20], {}),
+    (COMPLETIONS, "prompt", [[5], [5, -1]], {}),
     (GENERATE, "token_ids", [100_000], {}),
+    (GENERATE, "token_ids", [-(10**20)], {}),
     (GENERATE, "token_ids", [5] * 600, {}),
 ]
 DEFAULTS: dict[str, dict[str, Any]] = {

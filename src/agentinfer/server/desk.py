@@ -144,8 +144,8 @@ async def submit(desk: Desk, name: str, items: Sequence[Item]) -> Ticket:
     desk.tickets[ticket.id] = ticket
     desk.num_queued += len(courses)
     desk.tokens_queued += new
-    desk.post(Submit(ticket.id, tuple(items)))
     try:
+        desk.post(Submit(ticket.id, tuple(items)))
         answer = await ticket.answer
     except BaseException:
         leave(desk, ticket)

@@ -184,12 +184,20 @@ def items_of(
     most = [n for n in (default, site.quotas.max_output_tokens) if n is not None]
     items: list[Item] = []
     for prompt in prompts:
+        _check_ids(prompt)
         asked = params
         if params.max_tokens is None and most:
             room = max(1, site.max_model_len - len(prompt))
             asked = evolve(params, max_tokens=max(1, params.min_tokens, min(*most, room)))
         items.append(Item(prompt, asked, salt))
     return items
+
+
+def _check_ids(prompt: Sequence[int]) -> None:
+    """Raises Problem for numbers that no engine calls token ids: some are too large for the mail."""
+    if prompt and not 0 <= min(prompt) <= max(prompt) < 2**31:
+        index = next(i for i, token in enumerate(prompt) if not 0 <= token < 2**31)
+        raise invalid("prompt", f"prompt: item {index} is no token id: {prompt[index]}")
 
 
 def salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
