@@ -98,7 +98,7 @@ def test_earlier_calls_reach_the_template(tmp_path: Path) -> None:
     """The arguments of earlier calls are JSON text in messages, and objects in templates."""
     folder = write_talker(tmp_path, TOOLS_TEMPLATE)
     function = {"name": "weather", "arguments": '{"city": "Bonn"}'}
-    history = [
+    history: list[dict[str, Any]] = [
         {"role": "user", "content": "rain?"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
         {"role": "tool", "content": "no", "tool_call_id": "1"},
@@ -108,7 +108,11 @@ def test_earlier_calls_reach_the_template(tmp_path: Path) -> None:
         said = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert said.startswith('[{"type": "function"')
         assert "<tool_call>weather:Bonn</tool_call>" in said
-        function["arguments"] = "{"
+        for arguments in ("{", "[" * 100_000):
+            function["arguments"] = arguments
+            answer = server.post(CHAT, {"messages": history})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        history[1]["tool_calls"] = True
         answer = server.post(CHAT, {"messages": history})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 

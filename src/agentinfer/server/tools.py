@@ -116,12 +116,14 @@ def with_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_arguments(index: int, message: dict[str, Any]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
+    if not isinstance(message["tool_calls"], list):
+        raise invalid("messages", f"messages: message {index}: tool_calls must be a list")
     for call in cast(list[Any], message["tool_calls"]):
         match call:
             case {"function": {"name": str(), "arguments": str(given)}}:
                 try:
                     arguments = json.loads(given or "{}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise invalid("messages", f"messages: message {index}: arguments are no JSON: {error}") from error
                 one = cast(dict[str, Any], call)
                 calls.append({**one, "function": {**one["function"], "arguments": arguments}})
