@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,9 +18,10 @@ import msgspec
 import psutil
 
 from agentinfer.loop import open_engine
-from agentinfer.server.apart import Job
+from agentinfer.server.apart import Job, Wire
 from agentinfer.server.front import Facts
 from agentinfer.server.guard import Keys
+from agentinfer.server.mail import Drop
 from agentinfer.server.run import EngineDead
 from agentinfer.server.site import Quotas
 from agentinfer.state.policy import throughput
@@ -120,6 +123,39 @@ def test_a_dead_engine_ends_both(folder: Path) -> None:
         server.thread.join(15)
         assert [type(error) for error in server.outcome] == [EngineDead]
         assert not child.is_running()
+
+
+def test_told_to_end_before_it_answers(folder: Path) -> None:
+    """A signal that comes while the other process starts is no failure: status 0, nothing said, nobody left."""
+    command = [sys.executable, "-m", "agentinfer", "serve", str(folder), "--port", "0", "--num-blocks", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        parent = psutil.Process(process.pid)
+        while not parent.children():
+            time.sleep(0.01)
+        (child,) = parent.children()
+        process.terminate()
+        assert process.communicate(timeout=30) == ("", "")
+        assert process.returncode == 0
+    assert not child.is_running()
+
+
+def test_a_child_that_dies_while_it_writes() -> None:
+    """What it said before is heard, and a frame that is cut off is not."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        body = msgspec.msgpack.encode(Drop(7, "gone"))
+        theirs.sendall(struct.pack("!I", len(body)) + body + struct.pack("!I", 100) + b"half")
+        theirs.close()
+        assert list(Wire(ours).commands()) == [Drop(7, "gone")]
+
+
+def test_a_child_that_dies_with_mail_unread() -> None:
+    """Its connection is reset; that is an end as any other."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(b"unread")
+        theirs.close()
+        assert list(Wire(ours).commands()) == []
 
 
 def test_nobody_is_left_alone(folder: Path) -> None:

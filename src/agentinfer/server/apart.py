@@ -6,6 +6,7 @@ A frame is its length and a msgpack array: reports one way, one command the othe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import socket
@@ -64,10 +65,13 @@ class Wire:
             return
 
     def commands(self) -> Iterator[Command]:
-        """What the child says, until it has gone."""
-        with self.socket.makefile("rb") as file:
+        """What the child says, until it has gone; a connection is reset if it had not read all."""
+        with self.socket.makefile("rb") as file, contextlib.suppress(ConnectionError):
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                yield _COMMANDS.decode(file.read(_HEAD.unpack(head)[0]))
+                (size,) = _HEAD.unpack(head)
+                if len(body := file.read(size)) < size:
+                    return
+                yield _COMMANDS.decode(body)
 
 
 def begin_child(theirs: socket.socket, listener: socket.socket, job: Job, wire: Wire) -> subprocess.Popen[bytes]:

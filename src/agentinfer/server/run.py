@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -97,15 +97,26 @@ def _apart(
     inbox, folder = SimpleQueue[Command](), None if engine.text is None else str(engine.text.folder)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        wire = Wire(ours)
-        child = begin_child(theirs, listener, Job(folder, facts, options), wire)
-        listener.close()  # the child's: when it goes, nobody accepts
-        intake, end = Intake(engine, inbox, wire.send, forms), partial(os.kill, child.pid, signal.SIGTERM)
-        hearing = threading.Thread(target=_hear_child, args=(wire, intake, partial(ready, end)), daemon=True)
-        hearing.start()
-        with _driving(engine, inbox, wire.send), _forwarded(end):
-            status = child.wait()
-    if status != 0:
+        wire, told = Wire(ours), threading.Event()
+        child: subprocess.Popen[bytes] | None = None
+
+        def end() -> None:
+            told.set()
+            if child is not None:
+                child.send_signal(signal.SIGTERM)
+
+        with _forwarded(end):
+            child = begin_child(theirs, listener, Job(folder, facts, options), wire)
+            if told.is_set():
+                end()
+            listener.close()  # the child's: when it goes, nobody accepts
+            intake = Intake(engine, inbox, wire.send, forms)
+            hearing = threading.Thread(target=_hear_child, args=(wire, intake, partial(ready, end)), daemon=True)
+            hearing.start()
+            with _driving(engine, inbox, wire.send):
+                status = child.wait()
+    by_signal = told.is_set() and status == -signal.SIGTERM  # it did not listen to signals yet, or any more
+    if status != 0 and not by_signal:
         raise EngineDead(f"the process that answers over HTTP ended with status {status}")
 
 
@@ -126,8 +137,7 @@ def _forwarded(end: Callable[[], object]) -> Generator[None]:
         return
 
     def handler(_number: int, _frame: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            end()
+        end()
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
