@@ -21,7 +21,7 @@ import pytest
 
 from agentinfer.loop import open_engine
 from agentinfer.server.guard import Keys
-from agentinfer.server.run import EngineDead
+from agentinfer.server.run import EngineDead, bind, serve
 from agentinfer.server.site import Quotas
 from agentinfer.state.policy import throughput
 from serving import Server, events, options, running, slowed, small, with_forward
@@ -438,3 +438,33 @@ def test_a_port_in_use_is_said(folder: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("agentinfer: --host, --port: 127.0.0.1:")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_who_is_second_at_a_port_ends(folder: Path, *, apart: bool) -> None:
+    """Two may be bound to a port while neither listens: the second one to listen fails, and does not wait for ever."""
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        with pytest.raises(EngineDead if apart else OSError, match="status 1" if apart else "in use"):
+            serve(open_engine(folder, small()), second, options(apart=apart))
+
+
+def test_two_commands_at_a_port(folder: Path) -> None:
+    """Of two that start at once one says that the port is in use, with status 2, and the other serves."""
+    with bind("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+    command = [sys.executable, "-m", "agentinfer", "serve", str(folder), "--port", port, "--num-blocks", "64"]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 60
+        while all(one.poll() is None for one in both) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        failed, served = sorted(both, key=lambda one: one.poll() is None)
+        assert failed.poll() == 2
+        assert served.poll() is None
+        assert "in use" in failed.communicate()[1]
+    finally:
+        for one in both:
+            one.terminate()
+            one.communicate(timeout=30)

@@ -6,8 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,8 @@ def _serve(args: argparse.Namespace) -> None:
     if not users and args.host not in _OPEN_TO_ALL:
         complain(f"--host {args.host} without --api-key: whoever reaches it may use it")
     with ExitStack() as stack:
-        try:
+        with _addressed(args):
             listener = stack.enter_context(bind(args.host, args.port))
-        except OSError as error:
-            raise Usage(f"--host, --port: {args.host}:{args.port}: {error.strerror or error}") from error
         recorder = open_recorder(args.record) if args.record is not None else None
         if recorder is not None:
             stack.callback(recorder.close)
@@ -66,12 +64,23 @@ def _serve(args: argparse.Namespace) -> None:
             engine.note = recorder
         host, port = listener.getsockname()[:2]
         options = _options(args, Keys(users, admins))
+        with _addressed(args):
+            listener.listen()  # who was bound at the same time may be first
         serve(
             engine,
             listener,
             options,
             ready=lambda _end: _say(options.names[0], host, port),
         )
+
+
+@contextmanager
+def _addressed(args: argparse.Namespace) -> Generator[None]:
+    """Raises Usage where the block finds that the address can not be had."""
+    try:
+        yield
+    except OSError as error:
+        raise Usage(f"--host, --port: {args.host}:{args.port}: {error.strerror or error}") from error
 
 
 def _options(args: argparse.Namespace, keys: Keys) -> Options:

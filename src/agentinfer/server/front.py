@@ -93,7 +93,10 @@ async def attend(
     options: Options,
     ready: Callable[[Callable[[], object]], None],
 ) -> None:
-    """Answer on *listener* until a signal comes, the function that *ready* is given is called, or the engine dies."""
+    """Answer on *listener* until a signal comes, the function that *ready* is given is called, or the engine dies.
+
+    Raises OSError if others listen there.
+    """
     loop, life = asyncio.get_running_loop(), _Life()
     with ThreadPoolExecutor(2, "agentinfer-text") as pool, _farewells(options) as farewell:
         site = Site(
@@ -114,7 +117,7 @@ async def attend(
         server = _Server(_config(site, options), partial(ready, lambda: loop.call_soon_threadsafe(_end, life)))
         with _signals(life):
             serving = asyncio.create_task(server.serve([listener]))
-            await _until_the_end(desk, life, options.shutdown_timeout_s)
+            await _until_the_end(desk, life, serving, options.shutdown_timeout_s)
             server.should_exit = True
             await serving
 
@@ -195,9 +198,13 @@ def _end(life: _Life) -> None:
     life.ending.set()
 
 
-async def _until_the_end(desk: Desk, life: _Life, shutdown_timeout_s: float) -> None:
-    """Wait for a signal or the engine's death; then until those who are being served are, or their time is up."""
-    await _first(life.ending.wait(), desk.death.wait())
+async def _until_the_end(desk: Desk, life: _Life, serving: asyncio.Task[None], shutdown_timeout_s: float) -> None:
+    """Wait for a signal or the engine's death; then until those who are being served are, or their time is up. Where
+    *serving* has failed there is nothing to wait for.
+    """
+    await _first(life.ending.wait(), desk.death.wait(), asyncio.wait((serving,)))
+    if serving.done():
+        return
     if desk.dead is not None:
         _log.error("the engine has failed: %s", desk.dead)
         await asyncio.sleep(_LAST_WORDS_S)
