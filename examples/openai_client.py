@@ -1,4 +1,7 @@
-"""The `openai` package and a server of this one: `agentinfer serve demo`, then `python examples/openai_client.py`."""
+"""The `openai` package and a server of this one: `agentinfer serve demo`, then `python examples/openai_client.py`.
+
+The server needs the extras `serve` and `structured`, the latter for the tool that must be called.
+"""
 
 from __future__ import annotations
 
