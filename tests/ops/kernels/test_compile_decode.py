@@ -39,7 +39,8 @@ for (n, k, gated), tile in [*tiles.GEMV.items(), ((576, 1536, False), tiles.gemv
     compiled(f"gemv {{n}} {{k}}", gemv._gemv,
         dict(x=half if add else wide, norm=half, weight=half, scales=half, bias=half, out=wide if add else half,
              eps="fp32"),
-        dict(N=n, K=k, BN=tile.rows, BK=tile.chunk, BLOCK=0, NORM=not add, BIAS=True, GLU=gated, ADD=add), num_warps=tile.warps)
+        dict(N=n, K=k, BN=tile.rows, BK=tile.chunk, BLOCK=0, NORM=not add, BIAS=True, GLU=gated, ADD=add),
+        num_warps=tile.warps)
 for (rows, n, k, gated), tile in tiles.GEMM.items():
     compiled(f"gemm {{tile.m}} {{n}} {{k}}", gemm._gemm,
         dict(x=f"tensordesc<bf16[{{tile.m}}, {{tile.k}}]>", weight=f"tensordesc<bf16[{{tile.n}}, {{tile.k}}]>",
@@ -74,9 +75,11 @@ row |= dict(numbers=wide, maxima=wide, chunks="*i32")
 compiled("filter begin", filter._begin, row, dict(
     asked, STRIDE=151936, V=151936, TILES=38, BT=64, C=1216, BC=2048, CHUNK=filter.CHUNK, GATHER=filter.GATHER,
     SPLITS=filter.SPLITS), num_warps=16)
-for name, kernel, warps in (("filter round", filter._round, 4), ("filter settle", filter._settle, 8)):
-    compiled(name, kernel, row, dict(
-        asked, STRIDE=151936, V=151936, SPAN=19456, BV=filter.TILE, SPLITS=filter.SPLITS), num_warps=warps)
+look = dict(asked, STRIDE=151936, V=151936, C=1216, SPAN=19456, BV=filter.TILE, CHUNK=filter.CHUNK,
+    GROUP=filter.GROUP, SPLITS=filter.SPLITS)
+for first in (True, False):
+    compiled("filter round", filter._round, row, dict(look, FIRST=first), num_warps=4)
+compiled("filter settle", filter._settle, row, look, num_warps=8)
 compiled("sample rows", sample._sample_rows, dict(
     numbers=wide, asked="*i32", tokens="*i64", ok="*i64"),
     dict(V=151936, C=38, BC=64, WORDS=8, GREEDY=1e-5))
@@ -98,7 +101,7 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == len(tiles.GEMV) + 1 + len(tiles.GEMM) + 8 + 8
+    assert len(kernels) == len(tiles.GEMV) + 1 + len(tiles.GEMM) + 8 + 9
     for name, shared, products, marks in kernels:
         assert shared <= MOST_SHARED, name
         assert marks[0] == "griddepcontrol.launch_dependents", name

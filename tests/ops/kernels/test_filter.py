@@ -25,6 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, chunks and programs a row of some hundred ids, and rounds after the last of many programs."""
     for module, name, value in (
         (kernel, "TILE", 32), (kernel, "SPLITS", 2), (kernel, "ROUNDS", 1), (kernel, "CHUNK", 8), (kernel, "GATHER", 4),
+        (kernel, "GROUP", 2),
         (plain, "TILE", 64), (plain, "CHUNK", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -162,6 +163,26 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
         tokens, ok = torch.full((2, 1), -1)
         sample_tokens(row[None], words(params[i : i + 1]), index[i : i + 1], tokens, ok)
         assert tokens.tolist() == expected[i : i + 1]
+
+
+def test_what_is_below_is_not_read() -> None:
+    """Steps whose maxima are below the candidate, or below the bound where there is none, are not read: what is written
+    there after the maxima were taken changes nothing. With top-p they are read once, for the mass of all.
+    """
+    row = torch.arange(200, 0, -1) / 20
+    asked: list[dict[str, Any]] = [{"top_k": 3}, {"top_k": 3}, {"min_p": 0.5}, {"top_k": 9, "min_p": 0.9}]
+    logits, tried = row.repeat(4, 1), torch.tensor([2, 199, 150, 70])
+    params, index = words(params_of(asked)), torch.arange(4, dtype=torch.int32)
+    maxima = torch.empty((4, 4 * 8))
+    numbers = plain._tiles(logits, params, index, 0, 200, 4, 1e-5, maxima, pdl=False)
+    read = tried.clone()
+    choose_filtered(logits, params, index, numbers, maxima, read)
+    logits[:, 64:] = row[0]
+    again = tried.clone()
+    logits[torch.arange(4), tried] = row[tried]
+    choose_filtered(logits, params, index, numbers, maxima, again)
+    assert again.tolist() == read.tolist()
+    assert all(int(x) in want(row, how) for x, how in zip(read, asked, strict=True))
 
 
 def test_rows_without_filters_and_unsound_rows_stay() -> None:

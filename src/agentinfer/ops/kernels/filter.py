@@ -9,8 +9,10 @@ If it is not, nothing below it is kept either, and the next candidate is the bes
 exceeds the bound is never kept. That of min-p is its cut. That of top-k is the k-th largest of the maxima of CHUNK ids:
 at least k tokens reach it, and few more. Where top-p follows top-k, the mass of the k largest is summed here: their cut
 is found by halving its bits, over the chunks that reach the bound.
-`_round`, SPLITS programs a row: what is above the candidate, and the best of it within the bound. A pass over the row.
-A row that is decided leaves at once.
+`_round`, SPLITS programs a row: what is above the candidate, and the best of it. The first draws nothing for a row that
+has a candidate, since most are kept; the second looks again at what the first refused, and draws. Of a row without
+top-p only those steps are read whose maxima are above; of one with top-p all are read once, for the mass of all, and
+then only those. A row that is decided leaves at once.
 `_settle`, a program a row: as many rounds more as it takes, and the token.
 
 A candidate is kept with the chance that its filters leave, and each of the next ones is drawn from less: a row with
@@ -38,7 +40,9 @@ TILE = 1024
 """Token ids a step of a program."""
 SPLITS = 8
 """Programs a row."""
-ROUNDS = 3
+GROUP = 32
+"""Steps of a program whose maxima are looked at together."""
+ROUNDS = 4
 """Rounds of many programs a row."""
 CHUNK = 128
 """Token ids of which one maximum is kept."""
@@ -215,81 +219,118 @@ def _decided(parts, total, k, top_p, V: tl.constexpr, SPLITS: tl.constexpr, SLAC
 
 
 @triton.jit
+def _steps(maxima, first, reach, top, temperature, C: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+           GROUP: tl.constexpr):  # fmt: skip
+    """Which of the GROUP steps of BV ids from *first* on have a token whose w is at most *reach*: bits, an int32."""
+    chunk = first // CHUNK + tl.arange(0, GROUP * BV // CHUNK)
+    most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
+    w = _w(tl.max(tl.reshape(most, (GROUP, BV // CHUNK)), 1), top, temperature)
+    return tl.sum(tl.where(w <= reach, 1 << tl.arange(0, GROUP), 0), 0)
+
+
+@triton.jit
 def _look(
-    row, first, candidate, top, last, temperature, top_p, seed, index,
-    V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, DEVICE: tl.constexpr,
+    row, maxima, asked, index, first, candidate, top, last, temperature, masses, weigh, draw,
+    V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Of the ids *first* and on, SPAN of them: what is above *candidate*: number, mass; the mass of all;
-    the best score above it within *last*, and whose it is.
+    """Of the ids *first* and on, SPAN of them: what is above *candidate*, or within *last* if that is -1: number,
+    (where *masses*) mass; the mass of all (where *weigh*); the best score above it and whose it is (where *draw*; else
+    0, and the candidate itself). Steps that have nothing above are not read, unless all is weighed.
     """
     at = tl.load(row + tl.maximum(candidate, 0))
-    edge = tl.where(candidate >= 0, _w(at, top, temperature), float("inf"))
-    low, high = tl.load(seed), tl.load(seed + 1)
+    edge = tl.where(candidate >= 0, _w(at, top, temperature), last)
+    place = tl.where(candidate >= 0, candidate, V)
+    low, high = tl.load(asked + 4), tl.load(asked + 5)
     lane = tl.arange(0, 4)
-    count = tl.zeros((BV // 4, 4), tl.int32)
-    mass = tl.zeros((BV // 4, 4), tl.float32)
-    whole = tl.zeros((BV // 4, 4), tl.float32)
-    best = tl.full((), float("-inf"), tl.float32)
-    winner = tl.full((), 0, tl.int32)
-    for begin in tl.range(first, tl.minimum(first + SPAN, V), BV):
-        block = begin // 4 + tl.arange(0, BV // 4)
-        ids = block[:, None] * 4 + lane[None, :]
-        w = _w(tl.load(row + ids, mask=ids < V, other=float("-inf")), top, temperature)
-        above = (w < edge) | ((w == edge) & (ids < candidate))
-        count += above.to(tl.int32)
-        if top_p < 1.0:
-            share = tl.exp(-w)
-            mass += tl.where(above, share, 0.0)
-            whole += share
-        able = above & (w <= last) & (w < float("inf"))
-        if tl.max(tl.max(able.to(tl.int32), 1), 0) > 0:
-            score = tl.where(able, _gumbel(low, high, index, block, lane, DEVICE) - w, float("-inf"))
-            most = tl.max(tl.max(score, 1), 0)
-            if most > best:
-                best = most
-                winner = tl.min(tl.min(tl.where(score == most, ids, V), 1), 0)
-    number = tl.sum(tl.sum(count, 1), 0).to(tl.float64)
-    return (
-        number, tl.sum(tl.sum(mass.to(tl.float64), 1), 0), tl.sum(tl.sum(whole.to(tl.float64), 1), 0),
-        best.to(tl.float64), winner.to(tl.float64),
+    count = tl.zeros((BV // 4,), tl.int32)
+    mass = tl.zeros((BV // 4,), tl.float32)
+    whole = tl.zeros((BV // 4,), tl.float32)
+    best = tl.where(draw, float("-inf"), 0.0)
+    winner = tl.where(draw, 0, candidate)
+    reach = tl.where(weigh, float("inf"), edge)
+    end = tl.minimum(first + SPAN, V)
+    for group in tl.range(first, end, GROUP * BV):
+        steps = _steps(maxima, group, reach, top, temperature, C, BV, CHUNK, GROUP)
+        for begin in tl.range(group, tl.minimum(group + GROUP * BV, end), BV):
+            if (steps >> ((begin - group) // BV)) & 1:
+                block = begin // 4 + tl.arange(0, BV // 4)
+                ids = block[:, None] * 4 + lane[None, :]
+                w = _w(tl.load(row + ids, mask=ids < V, other=float("-inf")), top, temperature)
+                above = (w < edge) | ((w == edge) & (ids < place))
+                count += tl.sum(above.to(tl.int32), 1)
+                if masses:
+                    share = tl.exp(-w)
+                    mass += tl.sum(tl.where(above, share, 0.0), 1)
+                    whole += tl.sum(share, 1)
+                if draw:
+                    able = above & (w < float("inf"))
+                    if tl.max(tl.max(able.to(tl.int32), 1), 0) > 0:
+                        noise = _gumbel(low, high, index, block, lane, DEVICE)
+                        score = tl.where(able, noise - w, float("-inf"))
+                        most = tl.max(tl.max(score, 1), 0)
+                        if most > best:
+                            best = most
+                            winner = tl.min(tl.min(tl.where(score == most, ids, V), 1), 0)
+    number, mass_of_all = tl.sum(count, 0).to(tl.float64), tl.sum(whole.to(tl.float64), 0)
+    return number, tl.sum(mass.to(tl.float64), 0), mass_of_all, best.to(tl.float64), winner.to(tl.float64)
+
+
+@triton.jit
+def _look_again(
+    row, maxima, asked, index, bounds, before, out, first, candidate, temperature, top_p, draw,
+    V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    DEVICE: tl.constexpr,
+):  # fmt: skip
+    """`_look`, from what the program of the round *before* has left to *out*. The mass of all is summed once, if at
+    all.
+    """
+    top, last = _made(bounds).to(tl.float32), _made(bounds + 1).to(tl.float32)
+    weigh = (top_p < 1.0) & (_made(bounds + 2) == 0) & (_made(before + 2) == 0)
+    count, mass, whole, score, best = _look(
+        row, maxima, asked, index, first, candidate, top, last, temperature, top_p < 1.0, weigh, draw, V, C, SPAN, BV,
+        CHUNK, GROUP, DEVICE,
     )  # fmt: skip
+    _leave(out, count, mass, tl.where(weigh, whole, _made(before + 2)), score, best, candidate)
 
 
 @triton.jit
 def _round(
-    logits, asked, index, bounds, before, parts,
-    STRIDE: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
-    WORDS: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    logits, asked, index, maxima, bounds, before, parts,
+    FIRST: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr,
+    SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s): part i of a round over sample s. *before*: the parts of the round before."""
+    """Program (i, s): part i of a round over sample s. *before*: the parts of the round before. The FIRST draws only
+    where there is no candidate yet.
+    """
     if PDL:
         gdc_launch_dependents()
     sample = tl.program_id(1)
     if PDL:
         gdc_wait()
-    temperature, k, top_p, _, filtered = _asked(asked + sample * WORDS, V, GREEDY, SLACK, DEVICE)
+    mine = asked + sample * WORDS
+    temperature, k, top_p, _, filtered = _asked(mine, V, GREEDY, SLACK, DEVICE)
     if filtered:
         total = _made(bounds + sample * BOUNDS + 2)
         done, token = _decided(before + sample * SPLITS * PARTS, total, k, top_p, V, SPLITS, SLACK)
-        out = parts + (sample * SPLITS + tl.program_id(0)) * PARTS
+        place = (sample * SPLITS + tl.program_id(0)) * PARTS
         if done:
-            _leave(out, -1.0, -1.0, 0.0, 0.0, token, token)
+            _leave(parts + place, -1.0, -1.0, 0.0, 0.0, token, token)
         else:
-            top = _made(bounds + sample * BOUNDS).to(tl.float32)
-            last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
-            seed = asked + sample * WORDS + 4
-            count, mass, whole, score, best = _look(
-                logits + sample.to(tl.int64) * STRIDE, tl.program_id(0) * SPAN, token, top, last, temperature, top_p,
-                seed, tl.load(index + sample), V, SPAN, BV, DEVICE,
+            _look_again(
+                logits + sample.to(tl.int64) * STRIDE, maxima + sample * C, mine, tl.load(index + sample),
+                bounds + sample * BOUNDS, before + place, parts + place, tl.program_id(0) * SPAN, token, temperature,
+                top_p, (token < 0) | (not FIRST), V, C, SPAN, BV, CHUNK, GROUP, DEVICE,
             )  # fmt: skip
-            _leave(out, count, mass, whole, score, best, token)
 
 
 @triton.jit
 def _settle(
-    logits, asked, index, bounds, parts, tokens,
-    STRIDE: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
-    WORDS: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    logits, asked, index, maxima, bounds, parts, tokens,
+    STRIDE: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, GREEDY: tl.constexpr, SLACK: tl.constexpr,
+    DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program s: the token of sample s, after as many rounds as it takes. Writes *parts*."""
     if PDL:
@@ -297,23 +338,22 @@ def _settle(
     sample = tl.program_id(0)
     if PDL:
         gdc_wait()
-    temperature, k, top_p, _, filtered = _asked(asked + sample * WORDS, V, GREEDY, SLACK, DEVICE)
+    mine = asked + sample * WORDS
+    temperature, k, top_p, _, filtered = _asked(mine, V, GREEDY, SLACK, DEVICE)
     if filtered:
-        top = _made(bounds + sample * BOUNDS).to(tl.float32)
-        last = _made(bounds + sample * BOUNDS + 1).to(tl.float32)
         total = _made(bounds + sample * BOUNDS + 2)
-        seed = asked + sample * WORDS + 4
-        mine = parts + sample * SPLITS * PARTS
-        done, token = _decided(mine, total, k, top_p, V, SPLITS, SLACK)
+        each = parts + sample * SPLITS * PARTS
+        done, token = _decided(each, total, k, top_p, V, SPLITS, SLACK)
         while done == 0:
             for i in tl.range(0, SPLITS):
-                count, mass, whole, score, best = _look(
-                    logits + sample.to(tl.int64) * STRIDE, i * SPAN, token, top, last, temperature, top_p, seed,
-                    tl.load(index + sample), V, SPAN, BV, DEVICE,
+                out = each + i * PARTS
+                _look_again(
+                    logits + sample.to(tl.int64) * STRIDE, maxima + sample * C, mine, tl.load(index + sample),
+                    bounds + sample * BOUNDS, out, out, i * SPAN, token, temperature, top_p, done == 0, V, C, SPAN, BV,
+                    CHUNK, GROUP, DEVICE,
                 )  # fmt: skip
-                _leave(mine + i * PARTS, count, mass, whole, score, best, token)
             tl.debug_barrier()  # what is left is read by others than wrote it, and then written again
-            done, token = _decided(mine, total, k, top_p, V, SPLITS, SLACK)
+            done, token = _decided(each, total, k, top_p, V, SPLITS, SLACK)
             tl.debug_barrier()
         tl.store(tokens + sample, token.to(tl.int64))
 
@@ -353,9 +393,9 @@ def choose_filtered(
         (stride, vocabulary, tiles, power_of_two(tiles), chunks, power_of_two(chunks), CHUNK, GATHER, SPLITS, *end),
         warps=16, pdl=pdl,
     )  # fmt: skip
-    rounds = (stride, vocabulary, span, TILE, SPLITS, *end)
+    rounds = (stride, vocabulary, chunks, span, TILE, CHUNK, GROUP, SPLITS, *end)
     for i in range(ROUNDS):
-        given = (logits_SV, params, index, bounds, parts[i], parts[i + 1])
-        _run_round((SPLITS, count, 1), given, (), rounds, warps=4, pdl=pdl)
-    given = (logits_SV, params, index, bounds, parts[ROUNDS], tokens)
+        given = (logits_SV, params, index, maxima_SC, bounds, parts[i], parts[i + 1])
+        _run_round((SPLITS, count, 1), given, (), (i == 0, *rounds), warps=4, pdl=pdl)
+    given = (logits_SV, params, index, maxima_SC, bounds, parts[ROUNDS], tokens)
     _run_settle((count, 1, 1), given, (), rounds, warps=8, pdl=pdl)

@@ -45,7 +45,7 @@ def _sample_tiles(
 ):  # fmt: skip
     """Program (c, s): of tile c of sample s the score of its winner over the tile's maximum, that maximum (+inf where
     the tile holds NaN or +inf), and the winner, an int32. The logits are those of ids FIRST up to END. Of rows with
-    top-k also the maximum of every CHUNK ids (0: of none).
+    filters also the maximum of every CHUNK ids (0: of none).
     """
     if PDL:
         gdc_launch_dependents()
@@ -64,8 +64,10 @@ def _sample_tiles(
     most = top
     temperature = tl.load(row).to(tl.float32, bitcast=True)
     if temperature >= GREEDY:
-        if CHUNK > 0:  # noqa: SIM102 - a constant: the rest is compiled or not
-            if tl.load(row + 3) > 0:
+        if CHUNK > 0:  # a constant: the rest is compiled or not
+            top_p = tl.load(row + 1).to(tl.float32, bitcast=True)
+            min_p = tl.load(row + 2).to(tl.float32, bitcast=True)
+            if (tl.load(row + 3) > 0) | (top_p < 1.0) | (min_p > 0.0):
                 chunk = (sample * C + tile) * (BV // CHUNK) + tl.arange(0, BV // CHUNK)
                 tl.store(maxima + chunk, tl.max(tl.reshape(score, (BV // CHUNK, CHUNK)), 1))
         noise = _gumbel(tl.load(row + 4), tl.load(row + 5), tl.load(index + sample), block, lane, DEVICE)
