@@ -170,10 +170,8 @@ def choose_edited(
     return found, broken
 
 
-def _edit_late(
-    plan: Plan, x: EditInputs, logits_PV: Donated[Tensor], host: Host, ready: Mapping[int, Ready]
-) -> list[Broken]:
-    """Do to the logits of the samples *x* what the host found out about them; what raised."""
+def _edit_late(plan: Plan, x: EditInputs, logits_PV: Tensor, host: Host, ready: Mapping[int, Ready]) -> list[Broken]:
+    """Do to the logits of the samples *x*, in place, what the host found out about them; what raised."""
     place = {sample: i for i, sample in enumerate(x.which)}
     banned = [(place[i], token) for i, one in ready.items() for token in one.banned]
     if banned:

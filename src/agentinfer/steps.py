@@ -159,11 +159,11 @@ def _choose(m: Machine, logits_SV: Tensor, plan: Plan, left: Sequence[int]) -> T
 
 def choose_rest(
     m: Machine,
-    device: Donated[Device],
+    device: Device,
     plan: Plan,
     logits_RV: Tensor,
     row_of: I64,
-    chosen: Donated[Tensor],
+    chosen: Tensor,
     now: Sequence[int],
     late: Sequence[int],
     basis: Basis | None,
@@ -183,9 +183,7 @@ def choose_rest(
     return Late(x, None if m.ranks.tp.rank else m.ops.edit_rows(logits_RV, x, device.edits), chosen, basis)
 
 
-def _enter(
-    m: Machine, device: Donated[Device], x: EditInputs, found_2P: Tensor | None, chosen: Donated[Tensor]
-) -> None:
+def _enter(m: Machine, device: Device, x: EditInputs, found_2P: Tensor | None, chosen: Tensor) -> None:
     """Write what rank 0 has *found* of the samples of *x* into *chosen* and *device*."""
     found_2P = chosen.new_zeros((2, len(x.which))) if found_2P is None else found_2P
     m.ops.enter_rows(m.ranks.tp.broadcast(found_2P), x, chosen, device.last, device.edits)

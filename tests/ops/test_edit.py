@@ -56,7 +56,7 @@ def test_the_worked_case_of_penalties() -> None:
 
 
 def test_what_is_chosen_is_counted_as_what_was_told() -> None:
-    """Told [3, 3], or told nothing and having chosen 3 twice: the same logits. Tokens go where they are looked for."""
+    """Told [3, 3], or having entered 3 twice: the same counts; other tokens, too, are where they are looked for."""
     asked = {"repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     known = tables(told(1, [1, 1, 2], **asked), told(4, [5], [5], presence_penalty=1), vocab=6)
     chosen, last = torch.full((2, 5), 9), torch.full((6,), 9)

@@ -158,9 +158,7 @@ def mask(logits_PV: Donated[Tensor], places: Sequence[int], words_MW: I32) -> Te
     return logits_PV.index_copy_(0, at, logits_PV.index_select(0, at).masked_fill_(forbidden, float("-inf")))
 
 
-def enter_rows(
-    found_2P: Tensor, x: EditInputs, chosen: Donated[Tensor], last: Donated[Tensor], tables: Donated[EditTables]
-) -> None:
+def enter_rows(found_2P: Tensor, x: EditInputs, chosen: Tensor, last: Tensor, tables: EditTables) -> None:
     """Write what was *found* of the samples of *x* (int64: tokens, ok) where it is looked for: into *chosen* ([2, S or
     more] int64, by the numbers of the plan), into *last* ([rows + 1] int64, by rows), and into the counts of those with
     penalties. Of several samples of one row, which have none, any of the tokens may be the row's last one.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from agentinfer.ops.edit import EditInputs, EditTables
 from agentinfer.ops.kernels.launch import Direct
-from agentinfer.ops.kv import Donated
 
 TILE = 4096
 """Token ids a program."""
@@ -84,9 +83,7 @@ def edit_rows(logits_SV: Tensor, x: EditInputs, tables: EditTables) -> Tensor:
     return out
 
 
-def enter_rows(
-    found_2P: Tensor, x: EditInputs, chosen: Donated[Tensor], last: Donated[Tensor], tables: Donated[EditTables]
-) -> None:
+def enter_rows(found_2P: Tensor, x: EditInputs, chosen: Tensor, last: Tensor, tables: EditTables) -> None:
     """ops.edit.enter_rows. All tensors are contiguous."""
     count = len(x.which)
     if count:
