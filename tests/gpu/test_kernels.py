@@ -22,6 +22,7 @@ from agentinfer.ops import norm, provide, sample
 from agentinfer.ops.attention import HeadShape, values_of
 from agentinfer.ops.comm import alone
 from agentinfer.ops.inputs import Inputs, Memo, by_hand
+from agentinfer.ops.kernels import filter as filters
 from agentinfer.ops.kernels import noise
 from agentinfer.ops.kernels import sample as kernel
 from agentinfer.ops.kernels.add_norm import add_norm, fused_add_rms_norm, rms_norm
@@ -260,6 +261,22 @@ def test_all_noise_there_is() -> None:
     _noise_of[(2**13,)](out, 1024, DEVICE=True)
     want = -np.log(-np.log((np.arange(2**23) + 0.5) * 2.0**-23))
     assert (np.abs(out.cpu().numpy() - want) / (2e-6 + 2e-6 * np.abs(want))).max() < 0.25
+
+
+@triton.jit
+def _quotient(x, temperature, out, BLOCK: tl.constexpr, DEVICE: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, filters._w(tl.load(x + at), 0.0, tl.load(temperature), DEVICE))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.3, 0.7, 1.0, 1.3, 1.9999999, 2.0, 100.0])
+def test_quotients_of_filters_are_rounded(temperature: float) -> None:
+    """The division of the filters is float32's own, of 0, of large and small numbers and of infinity too."""
+    x = rand(2**20) * 10.0 ** (8 * rand(2**20, seed=1)).clamp(-20, 28)
+    x[:4] = torch.tensor([0.0, -0.0, math.inf, 1e-25])
+    t, out = torch.tensor([temperature], device=CUDA), torch.empty_like(x)
+    _quotient[(2**10,)](x, t, out, 1024, DEVICE=True)
+    assert torch.equal(out.cpu().view(torch.int32), (x.abs().cpu() / t.cpu()).view(torch.int32))
 
 
 def candidates(logits: Any, how: dict[str, Any], pdl: bool) -> tuple[list[int], list[int], list[int]]:

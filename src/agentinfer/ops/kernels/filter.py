@@ -83,9 +83,20 @@ def _made(at):
 
 
 @triton.jit
-def _w(x, top, temperature):
-    """How far logits are below *top*; never -0, whose bits are large."""
-    return tl.div_rn(tl.abs(top - x), temperature)
+def _w(x, top, temperature, DEVICE: tl.constexpr):
+    """How far logits are below *top*; never -0, whose bits are large. On a GPU (DEVICE) this is the rounded quotient,
+    too (Markstein 1990: two corrections by the rounded reciprocal), but for what is no mass: above 2^100 or subnormal.
+    The ordinary division checks its operands, and branches, for each.
+    """
+    away = tl.abs(top - x)
+    if DEVICE:
+        inverse = tl.div_rn(1.0, temperature)
+        rough = away * inverse
+        near = tl.fma(tl.fma(-rough, temperature, away), inverse, rough)
+        w = tl.where(away < 1.2676506002282294e30, tl.fma(tl.fma(-near, temperature, away), inverse, near), rough)
+    else:
+        w = tl.div_rn(away, temperature)
+    return w
 
 
 @triton.jit
@@ -96,7 +107,7 @@ def _bits(w):
 
 @triton.jit
 def _under(logits, chunks, n, cut, top, temperature, V: tl.constexpr, CHUNK: tl.constexpr, GATHER: tl.constexpr,
-           MASS: tl.constexpr):  # fmt: skip
+           MASS: tl.constexpr, DEVICE: tl.constexpr):  # fmt: skip
     """Of the tokens of the first *n* of *chunks* whose w is at most (bits) *cut*: how many, or (MASS) their mass."""
     sums = tl.zeros((GATHER, CHUNK), tl.float32 if MASS else tl.int32)
     for i in tl.range(0, n, GATHER):
@@ -104,18 +115,19 @@ def _under(logits, chunks, n, cut, top, temperature, V: tl.constexpr, CHUNK: tl.
         chunk = tl.load(chunks + at, mask=at < n, other=0)
         ids = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         there = (at < n)[:, None] & (ids < V)
-        w = _w(tl.load(logits + ids, mask=there, other=float("-inf")), top, temperature)
+        w = _w(tl.load(logits + ids, mask=there, other=float("-inf")), top, temperature, DEVICE)
         sums += tl.where(there & (_bits(w) <= cut), tl.exp(-w) if MASS else 1, 0)
     return tl.sum(tl.sum(sums.to(tl.float64) if MASS else sums, 1), 0)
 
 
 @triton.jit
 def _mass_of_largest(logits, maxima, chunks, k, bound, top, temperature, V: tl.constexpr, C: tl.constexpr,
-                     BC: tl.constexpr, CHUNK: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+                     BC: tl.constexpr, CHUNK: tl.constexpr, GATHER: tl.constexpr,
+                     DEVICE: tl.constexpr):  # fmt: skip
     """The mass of the *k* largest, float64, none of which is beyond w = *bound*. Writes *chunks*."""
     chunk = tl.arange(0, BC)
     most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
-    reach = (_w(most, top, temperature) <= bound) & (chunk < C)
+    reach = (_w(most, top, temperature, DEVICE) <= bound) & (chunk < C)
     place = tl.cumsum(reach.to(tl.int32), 0) - 1
     tl.store(chunks + place, chunk, mask=reach)
     n = tl.sum(reach.to(tl.int32), 0)
@@ -124,21 +136,21 @@ def _mass_of_largest(logits, maxima, chunks, k, bound, top, temperature, V: tl.c
     high = _bits(bound)
     while high - low > 1:
         middle = low + (high - low) // 2
-        if _under(logits, chunks, n, middle, top, temperature, V, CHUNK, GATHER, MASS=False) >= k:
+        if _under(logits, chunks, n, middle, top, temperature, V, CHUNK, GATHER, MASS=False, DEVICE=DEVICE) >= k:
             high = middle
         else:
             low = middle
-    less = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=False)
-    mass = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=True)
+    less = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=False, DEVICE=DEVICE)
+    mass = _under(logits, chunks, n, high - 1, top, temperature, V, CHUNK, GATHER, MASS=True, DEVICE=DEVICE)
     return mass + (k - less).to(tl.float64) * tl.exp(-high.to(tl.float32, bitcast=True)).to(tl.float64)
 
 
 @triton.jit
-def _bound(maxima, k, top, temperature, C: tl.constexpr, BC: tl.constexpr):
+def _bound(maxima, k, top, temperature, C: tl.constexpr, BC: tl.constexpr, DEVICE: tl.constexpr):
     """The w that *k* chunks have tokens within; infinity if there are not as many."""
     chunk = tl.arange(0, BC)
     most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
-    bits = _bits(_w(most, top, temperature))
+    bits = _bits(_w(most, top, temperature, DEVICE))
     low = tl.full((), -1, tl.int32)
     high = tl.full((), INFINITE, tl.int32)
     while high - low > 1:
@@ -184,14 +196,15 @@ def _begin(
         sound = (top > float("-inf")) & (top < float("inf"))
         total = tl.full((), 0.0, tl.float64)
         if sound & (k < V):
-            bound = _bound(maxima + sample * C, k, top, temperature, C, BC)
+            bound = _bound(maxima + sample * C, k, top, temperature, C, BC, DEVICE)
             if top_p < 1.0:
                 total = _mass_of_largest(
-                    row, maxima + sample * C, chunks + sample * C, k, bound, top, temperature, V, C, BC, CHUNK, GATHER
-                )
+                    row, maxima + sample * C, chunks + sample * C, k, bound, top, temperature, V, C, BC, CHUNK, GATHER,
+                    DEVICE,
+                )  # fmt: skip
             last = tl.minimum(last, bound)
         token = _made(tokens + sample).to(tl.int32)
-        able = sound & (_w(tl.load(row + token), tl.where(sound, top, 0.0), temperature) <= last)
+        able = sound & (_w(tl.load(row + token), tl.where(sound, top, 0.0), temperature, DEVICE) <= last)
         tl.store(bounds + sample * BOUNDS, top.to(tl.float64))
         tl.store(bounds + sample * BOUNDS + 1, last.to(tl.float64))
         tl.store(bounds + sample * BOUNDS + 2, total)
@@ -220,11 +233,11 @@ def _decided(parts, total, k, top_p, V: tl.constexpr, SPLITS: tl.constexpr, SLAC
 
 @triton.jit
 def _steps(maxima, first, reach, top, temperature, C: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-           GROUP: tl.constexpr):  # fmt: skip
+           GROUP: tl.constexpr, DEVICE: tl.constexpr):  # fmt: skip
     """Which of the GROUP steps of BV ids from *first* on have a token whose w is at most *reach*: bits, an int32."""
     chunk = first // CHUNK + tl.arange(0, GROUP * BV // CHUNK)
     most = tl.load(maxima + chunk, mask=chunk < C, other=float("-inf"), cache_modifier=".cg")
-    w = _w(tl.max(tl.reshape(most, (GROUP, BV // CHUNK)), 1), top, temperature)
+    w = _w(tl.max(tl.reshape(most, (GROUP, BV // CHUNK)), 1), top, temperature, DEVICE)
     return tl.sum(tl.where(w <= reach, 1 << tl.arange(0, GROUP), 0), 0)
 
 
@@ -239,7 +252,7 @@ def _look(
     0, and the candidate itself). Steps that have nothing above are not read, unless all is weighed.
     """
     at = tl.load(row + tl.maximum(candidate, 0))
-    edge = tl.where(candidate >= 0, _w(at, top, temperature), last)
+    edge = tl.where(candidate >= 0, _w(at, top, temperature, DEVICE), last)
     place = tl.where(candidate >= 0, candidate, V)
     low, high = tl.load(asked + 4), tl.load(asked + 5)
     lane = tl.arange(0, 4)
@@ -251,12 +264,12 @@ def _look(
     reach = tl.where(weigh, float("inf"), edge)
     end = tl.minimum(first + SPAN, V)
     for group in tl.range(first, end, GROUP * BV):
-        steps = _steps(maxima, group, reach, top, temperature, C, BV, CHUNK, GROUP)
+        steps = _steps(maxima, group, reach, top, temperature, C, BV, CHUNK, GROUP, DEVICE)
         for begin in tl.range(group, tl.minimum(group + GROUP * BV, end), BV):
             if (steps >> ((begin - group) // BV)) & 1:
                 block = begin // 4 + tl.arange(0, BV // 4)
                 ids = block[:, None] * 4 + lane[None, :]
-                w = _w(tl.load(row + ids, mask=ids < V, other=float("-inf")), top, temperature)
+                w = _w(tl.load(row + ids, mask=ids < V, other=float("-inf")), top, temperature, DEVICE)
                 above = (w < edge) | ((w == edge) & (ids < place))
                 count += tl.sum(above.to(tl.int32), 1)
                 if masses:
