@@ -16,13 +16,14 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import psutil
+import pytest
 
 from agentinfer.loop import open_engine
 from agentinfer.server.apart import Job, Wire
 from agentinfer.server.front import Facts
 from agentinfer.server.guard import Keys
 from agentinfer.server.mail import Drop
-from agentinfer.server.run import EngineDead
+from agentinfer.server.run import EngineDead, bind, serve
 from agentinfer.server.site import Quotas
 from agentinfer.state.policy import throughput
 from serving import Server, options, running, slowed, small
@@ -137,6 +138,17 @@ def test_told_to_end_before_it_answers(folder: Path) -> None:
         assert process.communicate(timeout=30) == ("", "")
         assert process.returncode == 0
     assert not child.is_running()
+
+
+def test_who_can_not_hear_the_child_any_more_ends(folder: Path) -> None:
+    """What is raised where its commands are heard, such as by a standard output that is closed, ends both."""
+
+    def ready(_end: Any) -> None:
+        raise BrokenPipeError("planted")
+
+    with bind("127.0.0.1", 0) as listener, pytest.raises(BrokenPipeError, match="planted"):
+        serve(open_engine(folder, small()), listener, options(apart=True), ready=ready)
+    assert not [one for one in psutil.Process().children() if "agentinfer.server.apart" in one.cmdline()]
 
 
 def test_a_child_that_dies_while_it_writes() -> None:

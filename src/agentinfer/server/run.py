@@ -110,23 +110,33 @@ def _apart(
             if told.is_set():
                 end()
             listener.close()  # the child's: when it goes, nobody accepts
-            intake = Intake(engine, inbox, wire.send, forms)
-            hearing = threading.Thread(target=_hear_child, args=(wire, intake, partial(ready, end)), daemon=True)
-            hearing.start()
+            intake, failures = Intake(engine, inbox, wire.send, forms), list[Exception]()
+            given = (wire, intake, partial(ready, end), child, failures)
+            threading.Thread(target=_hear_child, args=given, daemon=True).start()
             with _driving(engine, inbox, wire.send):
                 status = child.wait()
+    if failures:
+        raise failures[0]
     by_signal = told.is_set() and status == -signal.SIGTERM  # it did not listen to signals yet, or any more
     if status != 0 and not by_signal:
         raise EngineDead(f"the process that answers over HTTP ended with status {status}")
 
 
-def _hear_child(wire: Wire, intake: Intake, ready: Callable[[], None]) -> None:
-    """Take in the child's commands, until it has gone."""
-    for command in wire.commands():
-        if isinstance(command, Ready):
-            ready()
-        else:
-            take_in(intake, command)
+def _hear_child(
+    wire: Wire, intake: Intake, ready: Callable[[], None], child: subprocess.Popen[bytes], failures: list[Exception]
+) -> None:
+    """Take in the child's commands, until it has gone. What can not be done is one of *failures*, and ends the child:
+    nobody would hear it any more.
+    """
+    try:
+        for command in wire.commands():
+            if isinstance(command, Ready):
+                ready()
+            else:
+                take_in(intake, command)
+    except Exception as error:  # noqa: BLE001 - raised by who waits for the child
+        failures.append(error)
+        child.kill()
 
 
 @contextlib.contextmanager
