@@ -57,7 +57,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 0.7, "frequency_penalty": -1.0, "top_k": 12},
     {"logit_bias": {5: 3.0, 7: -100, 90: 4.0}, "min_tokens": 4},
     {"allowed_token_ids": [3, 5, 8, 13, 21, 34], "bad_words": [[3, 5], [5, 5], [8]]},
-    {"bad_words": [[i, i] for i in range(VOCAB)], "temperature": 0.3},
+    {"bad_words": [[i, i] for i in range(VOCAB)], "temperature": 0.3, "min_tokens": 3, "stop_token_ids": [40, 41]},
     {"logits_processors": "parity", "top_p": 0.9},
     {"logits_processors": ("steps_up", "parity"), "presence_penalty": 2.0, "temperature": 0.0},
     {},
@@ -82,17 +82,18 @@ def params(i: int, **more: Any) -> SamplingParams:
 def naive(engine: Engine, request: Request) -> tuple[int, ...]:
     """The tokens by the rules, everything computed anew for each."""
     m, p, tokens = engine.machine, request.params, list(request.prompt)
+    ends = {*m.limits.eos_ids, *p.stop_token_ids}
     assert p.max_tokens is not None
     for index in range(p.max_tokens):
         kv = allocate([layer.layout for layer in engine.world.device.kv.layers], 64, 1, 64, m.ranks.device)
         x, kv = by_hand(kv, [tokens], [0], [list(range(1, 65))])
-        held = m.limits.eos_ids if index < p.min_tokens else ()
+        held = ends if index < p.min_tokens else ()
         logits = edited_plainly(prefill_step(m, kv, x)[0][0], request, tokens, held, None, PROCESSORS)
         if p.temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
             tokens.append(choose(*survivors(logits, p.temperature, p.top_k, p.top_p, p.min_p), p.seed or 0, index))
-        if tokens[-1] in m.limits.eos_ids:
+        if tokens[-1] in ends:
             break
     return tuple(tokens[len(request.prompt) :])
 

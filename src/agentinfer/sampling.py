@@ -136,11 +136,12 @@ def stage_edits(plan: Plan, which: Sequence[int], row_of: I64, device: torch.dev
         [edit.bias for edit in plan.edits],
         [edit.counts for edit in plan.edits],
     )
-    if s.banned:
-        ends = np.cumsum([len(tokens) for _, tokens in s.banned])
-        facts[2:, [sample for sample, _ in s.banned]] = np.append(0, ends[:-1]), ends
+    banned = [(sample, tokens) for sample, tokens in s.banned if sample in which]  # others' would shift them
+    if banned:
+        ends = np.cumsum([len(tokens) for _, tokens in banned])
+        facts[2:, [sample for sample, _ in banned]] = np.append(0, ends[:-1]), ends
     places = np.stack((row_of[at], *facts[:, at], at, plan.rows[plan.sample_rows[at]]))
-    tokens = np.array([token for _, tokens in s.banned for token in tokens], np.int32)
+    tokens = np.array([token for _, tokens in banned for token in tokens], np.int32)
     columns = (words(s)[at].reshape(-1), places.reshape(-1), s.index[at], tokens)
     params, places, index, bans = upload((), columns, device)[1]
     return EditInputs(tuple(which), places.view(-1, len(at)), bans, params.view(len(at), -1), index)

@@ -37,7 +37,7 @@ class EditInputs:
     """[7, P] int32: the row of each in the logits, in the table of biases and in that of counts (-1: in none), where
     its bans begin and where they end, its number in the plan, its row in the table of last tokens."""
     bans: Tensor
-    """[B] int32 token ids that are never chosen in this step."""
+    """[B] int32 token ids that are never chosen in this step: those of the first sample here, then of the next."""
     params: Tensor
     """[P, 8] int32: the bits of state.columns.PARAMS."""
     index: Tensor
