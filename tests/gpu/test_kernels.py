@@ -325,8 +325,8 @@ def undecided(logits: np.ndarray[Any, Any], how: dict[str, Any]) -> set[int]:
 @pytest.mark.parametrize("vocabulary", [151936, pytest.param(1001, id="small")])
 def test_filters(vocabulary: int, kind: str) -> None:
     """A candidate is kept where the host keeps it, but where the mass before it is within 1e-6 of where top-p cuts;
-    what is refused makes room for one that is kept. Rows with many ties, of equal logits, of one and of few that are
-    finite.
+    what is refused makes room for one that is kept; so too in rows with many ties, of equal logits, of one and of few
+    that are finite.
     """
     logits = rand(1, vocabulary, scale=3.0)[0]
     if kind in ("bfloat16", "flat"):

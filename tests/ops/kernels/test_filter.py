@@ -167,7 +167,7 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_below_is_not_read() -> None:
     """Steps whose maxima are below the candidate, or below the bound where there is none, are not read: what is written
-    there after the maxima were taken changes nothing. With top-p they are read once, for the mass of all.
+    there after the maxima were taken changes nothing; with top-p they are read once, for the mass of all.
     """
     row = torch.arange(200, 0, -1) / 20
     asked: list[dict[str, Any]] = [{"top_k": 3}, {"top_k": 3}, {"min_p": 0.5}, {"top_k": 9, "min_p": 0.9}]
