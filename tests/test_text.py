@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +438,20 @@ def test_bad_prompts(prompt: Any, exact: dict[str, Text]) -> None:
     with pytest.raises(InvalidRequest, match="prompt: ") as caught:
         encode(exact["byte_level"], prompt)
     assert caught.value.field == "prompt"
+
+
+def test_other_threads_go_on_while_a_long_prompt_is_encoded(exact: dict[str, Text]) -> None:
+    """A server's event loop lives beside it: nobody waits for the whole of it."""
+    text = next(iter(exact.values()))
+    with ThreadPoolExecutor(1) as pool:
+        began = time.perf_counter()
+        job = pool.submit(encode, text, "ab " * 400_000)
+        last, longest = began, 0.0
+        while not job.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            last, longest = now, max(longest, now - last)
+        assert longest < (time.perf_counter() - began) / 2
 
 
 def test_empty_prompt_has_no_ids(exact: dict[str, Text]) -> None:

@@ -35,7 +35,7 @@ from agentinfer.errors import CheckpointError, InvalidRequest
 from agentinfer.models.folder import member, read_json_if_there
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -327,11 +327,16 @@ def encode(
         prompt.encode("utf-8")
     except UnicodeEncodeError as e:
         raise InvalidRequest(field, f"is no valid Unicode: {prompt[e.start]!r} at character {e.start}") from e
-    found = text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    found = _encoded(text.tokenizer, prompt, add_special_tokens)
     said = (token for token, added in zip(found.ids, found.special_tokens_mask, strict=True) if not added)
     if not parse_special_tokens and not text.special_ids.isdisjoint(said):
-        found = text.literal().encode(prompt, add_special_tokens=add_special_tokens)
+        found = _encoded(text.literal(), prompt, add_special_tokens)
     return tuple(found.ids)
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool) -> Encoding:
+    """Other threads go on meanwhile: of the ways to encode, only those of a batch release the interpreter's lock."""
+    return tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)[0]
 
 
 def decode(text: Text, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
