@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from agentinfer.ops import allreduce
 from agentinfer.ops.allreduce import STAGING, Fast, path_of, push_most, start_fast
 from agentinfer.ops.comm import Processes, Pulse, RankLost, connect, open_store
 from agentinfer.ops.kernels import all_reduce as push
-from agentinfer.ops.norm import rms_norm
-from agentinfer.ops.provide import Stream
 from agentinfer.ops.streams import norm, over_ranks, summed
 
 CPU = torch.device("cpu")
@@ -168,16 +165,6 @@ def test_sums_and_norms_are_left_to_who_has_a_kernel_for_both() -> None:
         return True
 
     assert over_gloo(work) == [True, True]
-
-
-def test_a_norm_that_no_kernel_does_with_the_sum_is_done_after_it() -> None:
-    """Parts are summed here, rounded, summed over the ranks, and normed."""
-    group: Any = SimpleNamespace(sums_and_norms=lambda *_: None, all_reduce_sum=lambda x: 2 * x)
-    parts, weight = torch.arange(16.0).view(2, 2, 4) / 7, torch.ones(4)
-    found, stream = norm(Stream(torch.ones(2, 4), parts, group), weight, torch.float16, 0.5, pdl=False)
-    total = 1 + 2 * parts.sum(0).half().float()
-    assert torch.equal(stream.residual_TD, total)
-    torch.testing.assert_close(found, rms_norm(total, weight, 0.5).half())
 
 
 def test_processes_ask_it_first() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,9 @@ from torch import Tensor
 from agentinfer.ops.kernels import all_reduce as kernel
 from agentinfer.ops.kernels.add_norm import add_norm
 from agentinfer.ops.kernels.all_reduce import all_reduce, all_reduce_norm, rows_fit
+from agentinfer.ops.norm import rms_norm
+from agentinfer.ops.provide import Stream
+from agentinfer.ops.streams import norm
 
 
 class Peers:
@@ -139,3 +145,13 @@ def test_nothing() -> None:
     """An empty message has an empty sum."""
     peers = Peers(2)
     assert all_reduce(torch.empty(0, 4), peers.pointers, peers.counters[0], 0).shape == (0, 4)
+
+
+def test_a_norm_that_no_kernel_does_with_the_sum_is_done_after_it() -> None:
+    """Parts are summed here, rounded, summed over the ranks, and normed."""
+    group: Any = SimpleNamespace(sums_and_norms=lambda *_: None, all_reduce_sum=lambda x: 2 * x)
+    parts, weight = torch.arange(16.0).view(2, 2, 4) / 7, torch.ones(4)
+    found, stream = norm(Stream(torch.ones(2, 4), parts, group), weight, torch.float16, 0.5, pdl=False)
+    total = 1 + 2 * parts.sum(0).half().float()
+    assert torch.equal(stream.residual_TD, total)
+    torch.testing.assert_close(found, rms_norm(total, weight, 0.5).half())
