@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from agentinfer.ops import allreduce
 from agentinfer.ops.allreduce import STAGING, Fast, path_of, push_most, start_fast
 from agentinfer.ops.comm import Processes, Pulse, RankLost, connect, open_store
 from agentinfer.ops.kernels import all_reduce as push
+from agentinfer.ops.streams import norm, over_ranks, summed
 
 CPU = torch.device("cpu")
 KIB = 1 << 10
@@ -139,9 +139,6 @@ class Peers:
 
 def test_sums_and_norms_are_left_to_who_has_a_kernel_for_both() -> None:
     """A stream's pending parts stay as they are where one call sums over ranks and norms; else they are summed."""
-
-    streams = import_module("agentinfer.ops.streams")  # late: kernels are imported once the interpreter is asked for
-    norm, over_ranks, summed = streams.norm, streams.over_ranks, streams.summed
 
     def work(comm: Processes, rank: int, _store: Any) -> bool:
         group, weight = comm.group(rank), torch.ones(4)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
 
+if os.environ.get("TRITON_INTERPRET") != "1" and "agentinfer.ops.kernels.launch" in sys.modules:
+    raise pytest.UsageError("kernels were imported before the interpreter is chosen: import them when a test runs")
 os.environ["TRITON_INTERPRET"] = "1"
 
 
