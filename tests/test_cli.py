@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -24,7 +25,7 @@ import toys
 from agentinfer.build import Settings
 from agentinfer.cli import chat as chat_command
 from agentinfer.cli import generate as generate_command
-from agentinfer.cli import main, opened
+from agentinfer.cli import main
 from agentinfer.cli.flags import make_parser
 from agentinfer.cli.opened import params_of
 from agentinfer.cli.usage import Usage
@@ -943,4 +944,4 @@ def test_interrupts_and_settings_go_back(call: Call, model: Path, tmp_path: Path
     file = tmp_path / "run.jsonl"
     assert call("generate", model, "--prompt-ids", "1", *SMALL, "--max-tokens", 1, "--record", file, "--json")[0] == 0
     assert signal.getsignal(signal.SIGINT) is before
-    assert opened.gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0

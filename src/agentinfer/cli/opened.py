@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import logging.handlers
 import re
@@ -17,16 +16,13 @@ from agentinfer.cli.launch import launched
 from agentinfer.cli.locate import locate
 from agentinfer.cli.usage import Usage, complain, flag, hint, line
 from agentinfer.errors import AgentInferError, InvalidRequest, InvalidSetting
+from agentinfer.garbage import collected_seldom
 from agentinfer.state.request import SamplingParams
 
 if TYPE_CHECKING:
     from agentinfer.build import Settings
     from agentinfer.loop import Engine
 
-SELDOM: Final = (200_000, 1_000, 1_000)
-"""Thresholds of the garbage collector while an engine runs, which makes many records and no cycles: with Python's own,
-a third of the host's time in steps of prompts goes to looking for some.
-"""
 _FIELD: Final = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/.-])")
 
 
@@ -38,10 +34,7 @@ def opened(args: argparse.Namespace) -> Generator[Engine]:
             folder = locate(args.model, weights=not args.dummy_weights)
             hint(f"opening {args.model}")
             engine = stack.enter_context(launched(args, folder, settings_of(args)))
-        stack.callback(gc.set_threshold, *gc.get_threshold())
-        gc.freeze()  # what is there now stays: the collector need not look at it again
-        gc.set_threshold(*SELDOM)
-        stack.callback(gc.unfreeze)
+        stack.enter_context(collected_seldom())
         yield engine
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import struct
@@ -21,16 +20,13 @@ from typing import Final
 import msgspec
 from attrs import define, field, frozen
 
+from agentinfer.garbage import collected_seldom
 from agentinfer.server.desk import Desk, hear
 from agentinfer.server.front import Facts, Options, attend, make_desk
 from agentinfer.server.mail import Command, Died, Ready, Report
 from agentinfer.text import load_text
 
 _HEAD: Final = struct.Struct("!I")
-_SELDOM: Final = (200_000, 1_000, 1_000)
-"""Thresholds of the child's garbage collector, as those of the engine's process: every token makes records, and only
-what fails makes cycles. With Python's own, a fifth of the child's time goes to looking for some.
-"""
 _COMMANDS: Final = msgspec.msgpack.Decoder(Command)
 _REPORTS: Final = msgspec.msgpack.Decoder(list[Report])
 
@@ -102,11 +98,10 @@ async def _serve(mail: socket.socket, listener: socket.socket) -> int:
         writer.write(_HEAD.pack(len(body)) + body)
 
     desk = make_desk(post, job.facts, job.options)
-    gc.freeze()  # what is there now stays
-    gc.set_threshold(*_SELDOM)
-    hearing = asyncio.create_task(_hear(reader, desk))
-    await attend(desk, listener, text, job.facts, job.options, lambda _end: post(Ready()))
-    hearing.cancel()
+    with collected_seldom():
+        hearing = asyncio.create_task(_hear(reader, desk))
+        await attend(desk, listener, text, job.facts, job.options, lambda _end: post(Ready()))
+        hearing.cancel()
     writer.close()
     return 0
 
