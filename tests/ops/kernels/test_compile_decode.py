@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import sources
+import hopper
 from agentinfer.ops.kernels import tiles
 
 # Prints, for each kernel, [name, bytes of shared memory, warp group products, what stands where in the PTX].
-COMPILE = f"""
-import json, re, sys
-sys.path.insert(0, {str(sources.SRC)!r})
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = """
 from agentinfer.ops.kernels import add_norm, attend_decode, embed, filter, gemm, gemv, sample, silu, tiles
 
 MARKS = re.compile(r"griddepcontrol\\.[a-z_]+|ld\\.global|lg2\\.approx|cp\\.async\\.bulk\\.tensor|atom\\.")
 
 def compiled(name, kernel, types, constants, **options):
     constants = dict(constants, PDL=True)
-    places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
-    aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
-    source = ASTSource(kernel, places, constants, aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options, launch_pdl=True))
+    done = compiled_for_hopper(kernel, types, constants, **options, launch_pdl=True)
     ptx = done.asm["ptx"]
     print(json.dumps([name, done.metadata.shared, ptx.count("wgmma.mma_async"), MARKS.findall(ptx)]))
 
-import triton
 half, wide = "*bf16", "*fp32"
 for (n, k, gated), tile in [*tiles.GEMV.items(), ((576, 1536, False), tiles.gemv_tile(576, 1536, False))]:
     add = n < k
-    compiled(f"gemv {{n}} {{k}}", gemv._gemv,
+    compiled(f"gemv {n} {k}", gemv._gemv,
         dict(x=half if add else wide, norm=half, weight=half, scales=half, bias=half, out=wide if add else half,
              eps="fp32"),
         dict(N=n, K=k, BN=tile.rows, BK=tile.chunk, BLOCK=0, NORM=not add, BIAS=True, GLU=gated, ADD=add),
         num_warps=tile.warps)
 for (rows, n, k, gated), tile in tiles.GEMM.items():
-    compiled(f"gemm {{tile.m}} {{n}} {{k}}", gemm._gemm,
-        dict(x=f"tensordesc<bf16[{{tile.m}}, {{tile.k}}]>", weight=f"tensordesc<bf16[{{tile.n}}, {{tile.k}}]>",
+    compiled(f"gemm {tile.m} {n} {k}", gemm._gemm,
+        dict(x=f"tensordesc<bf16[{tile.m}, {tile.k}]>", weight=f"tensordesc<bf16[{tile.n}, {tile.k}]>",
              bias=half, out=wide if tile.split > 1 else half, M="i32"),
         dict(N=n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, STAGES=tile.stages, SPLIT=tile.split, BIAS=True, GLU=gated),
         num_warps=tile.warps)
@@ -55,7 +43,7 @@ for dtype in ("bf16", "fp32"):
         types = dict.fromkeys(names, "*" + dtype) | dict.fromkeys(("cos_sin", "parts", "sums"), wide)
         types |= dict.fromkeys(("context", "table", "counters"), "*i32") | dict.fromkeys(("rows", "slots"), "*i64")
         types |= dict.fromkeys(("eps", "scale"), "fp32") | dict.fromkeys(("columns", "least", "whole"), "i32")
-        compiled(f"attend {{dtype}} {{rows}} {{heads}}", attend_decode._attend_decode, types, dict(
+        compiled(f"attend {dtype} {rows} {heads}", attend_decode._attend_decode, types, dict(
             KV_HEADS=heads, GROUP=group, GP=max(16, padded), GC=padded, DIM=dim, BLOCK=16,
             APART=16 * heads * dim, TOKEN=heads * dim, HEAD=dim, WINDOW=100 * (dim == 64), EARLY=True, AHEAD=False,
             NORM=group != 7, KEYS=tile.keys, SPLITS=tile.splits, STAGES=tile.stages,
@@ -84,8 +72,6 @@ compiled("sample rows", sample._sample_rows, dict(
     numbers=wide, asked="*i32", tokens="*i64", ok="*i64"),
     dict(V=151936, C=38, BC=64, WORDS=8, GREEDY=1e-5))
 """
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a program on Hopper can have."""
 
 
 @pytest.mark.slow
@@ -94,16 +80,10 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     are loaded before the wait, products of several rows use TMA (warp groups from 64 rows on), and noise alone uses the
     fast logarithm.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = hopper.lines(COMPILE, tmp_path, 300)
     assert len(kernels) == len(tiles.GEMV) + 1 + len(tiles.GEMM) + 8 + 9
     for name, shared, products, marks in kernels:
-        assert shared <= MOST_SHARED, name
+        assert shared <= hopper.MOST_SHARED, name
         assert marks[0] == "griddepcontrol.launch_dependents", name
         assert marks.count("griddepcontrol.wait") == (name != "embed"), name
         assert ("cp.async.bulk.tensor" in marks) == name.startswith("gemm"), name

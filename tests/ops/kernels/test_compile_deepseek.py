@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import sources
+import hopper
 
 # Prints, for each kernel, [name, bytes of shared memory, warp group products, bytes spilled, what stands in the PTX].
-COMPILE = f"""
-import json, re, subprocess, sys, tempfile
-sys.path.insert(0, {str(sources.SRC)!r})
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = """
 from agentinfer.ops.kernels import attend_latent as a, attend_made as m, expert_gemm as g, expert_gemv as v
 from agentinfer.ops.kernels import expert_rows, latent_write, route, route_one, tiles
 
 MARKS = re.compile(r"griddepcontrol\\.[a-z_]+|ld\\.global|cp\\.async\\.bulk\\.tensor|cp\\.async\\.cg|mma\\.sync")
 
-def spilled(ptx):
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        done = subprocess.run([knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"],
-                              capture_output=True, text=True, check=True)
-    return int(re.search(r"(\\d+) bytes spill stores", done.stderr)[1])
-
 def compiled(name, kernel, types, constants, *, pdl=True, **options):
-    constants = dict(constants, **(dict(PDL=True) if pdl else {{}}))
-    places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
-    aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
-    source = ASTSource(kernel, places, constants, aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options, launch_pdl=pdl))
+    constants = dict(constants, **(dict(PDL=True) if pdl else {}))
+    done = compiled_for_hopper(kernel, types, constants, **options, launch_pdl=pdl)
     ptx = done.asm["ptx"]
     marks = MARKS.findall(ptx)
     print(json.dumps([name, done.metadata.shared, ptx.count("wgmma.mma_async"), spilled(ptx), marks]), flush=True)
@@ -48,7 +27,7 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
     for rows, heads in ((1, 16), (64, 16), (256, 16), (1, 128), (256, 128)):
         if dtype == "fp32" and (heads > 16 or rows == 64):
             continue
-        t, name = a.latent_tile(rows, heads, size), f"{{dtype}} {{rows}} {{heads}}"
+        t, name = a.latent_tile(rows, heads, size), f"{dtype} {rows} {heads}"
         parts = half if t.splits == 1 else wide
         types = dict.fromkeys(("q", "inner", "latent", "norm", "cache", "kv_b", "out"), half)
         types |= dict(cos_sin=wide, parts=parts, sums=wide, table="*i32", rows="*i64", context="*i32", slots="*i64")
@@ -75,7 +54,7 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
             L=512, P=64, STRIDE=3648, BLOCK=16, APART=16 * 576, TOKEN=576, INTERLEAVED=True, HEADS=heads,
             HP=max(1, heads), QUERY=192, Q_STRIDE=3648), pdl=False, num_warps=4)
     for experts, chosen, f, d in ((64, 6, 1408, 2048), (256, 8, 2048, 7168)):
-        which = f"{{dtype}} {{experts}}"
+        which = f"{dtype} {experts}"
         if which == "fp32 256":
             continue
         types = dict(x=half, router=wide, out=wide, T="i32")
@@ -102,15 +81,13 @@ for dtype, size in (("bf16", 2), ("fp32", 4)):
                  num_warps=second.warps)
         for pairs in (12, 384, 1536, 2500, 49152) if size == 2 else (12,):
             t = g.expert_tile(pairs, 64, size)
-            desc = lambda rows: f"tensordesc<{{dtype}}[{{rows}}, {{t.k}}]>"
+            desc = lambda rows: f"tensordesc<{dtype}[{rows}, {t.k}]>"
             types = dict(x=half, weight=desc(t.n), act=desc(t.rows), pairs="*i32", experts="*i32", used="*i32",
                          out=half, weights=wide, M="i32", T="i32")
             same = dict(D=d, F=f, K=chosen, ROWS=t.rows, BN=t.n, BK=t.k, STAGES=t.stages)
-            compiled(f"gate {{which}} {{t.rows}}", g._gate_up, types, same, num_warps=t.warps)
-            compiled(f"down {{which}} {{t.rows}}", g._down, dict(types, out=wide), same, num_warps=t.warps)
+            compiled(f"gate {which} {t.rows}", g._gate_up, types, same, num_warps=t.warps)
+            compiled(f"down {which} {t.rows}", g._down, dict(types, out=wide), same, num_warps=t.warps)
 """
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a program on Hopper can have."""
 
 
 @pytest.mark.slow
@@ -118,15 +95,9 @@ def test_they_compile_for_hopper(tmp_path: Path) -> None:
     """Every kernel compiles and fits a multiprocessor, in bfloat16 without spilling; those of a decode step let the
     next one begin first and wait once; experts' weights come by TMA, and large tiles are products of warp groups.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = hopper.lines(COMPILE, tmp_path, 600)
     for name, shared, products, spilled, marks in kernels:
-        assert shared <= MOST_SHARED, name
+        assert shared <= hopper.MOST_SHARED, name
         assert spilled == 0 or "fp32" in name, name  # float32 is for tests
         if not name.startswith(("made", "write")):
             assert marks[0] == "griddepcontrol.launch_dependents", name

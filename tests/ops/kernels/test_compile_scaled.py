@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import sources
+import hopper
 
 # Prints, for each kernel, [name, bytes of shared memory, products of warp groups, bytes spilled, marks of the PTX].
-COMPILE = f"""
-import json, re, subprocess, sys, tempfile
-sys.path.insert(0, {str(sources.SRC)!r})
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = """
 from agentinfer.ops.kernels import gemv, quantize, scaled_experts as e, scaled_gemm as g
 
 MARKS = re.compile(r"griddepcontrol\\.[a-z_]+|ld\\.global|cp\\.async\\.bulk\\.tensor|mma\\.sync")
 
-def spilled(ptx):
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        done = subprocess.run([knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"],
-                              capture_output=True, text=True, check=True)
-    return int(re.search(r"(\\d+) bytes spill stores", done.stderr)[1])
-
 def compiled(name, kernel, types, constants, **options):
     constants = dict(constants, PDL=True, BLOCK=128)
-    places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
-    aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
-    source = ASTSource(kernel, places, constants, aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options, launch_pdl=True))
+    done = compiled_for_hopper(kernel, types, constants, **options, launch_pdl=True)
     ptx = done.asm["ptx"]
     kinds = sorted(set(re.findall(r"wgmma\\.mma_async\\S*\\.f32\\.(\\w+)\\.\\w+", ptx)))
     print(json.dumps([name, done.metadata.shared, kinds, spilled(ptx), MARKS.findall(ptx)]), flush=True)
@@ -47,7 +26,7 @@ compiled("quantize", quantize._quantize, dict(x=half, out=small, scales=wide, la
          dict(K=7168, G=quantize.GROUPS), num_warps=4)
 for n, k, gated in ((2112, 7168, False), (24576, 1536, False), (7168, 16384, False), (18432, 7168, True)):
     t, add = gemv.tile_of(n, k, gated, scaled=True), n < k
-    compiled(f"gemv {{n}} {{k}}", gemv._gemv,
+    compiled(f"gemv {n} {k}", gemv._gemv,
         dict(x=half if add else wide, norm=half, weight=small, scales=wide, bias=half, out=wide if add else half,
              eps="fp32"),
         dict(N=n, K=k, BN=t.rows, BK=t.chunk, NORM=not add, BIAS=False, GLU=gated, ADD=add), num_warps=t.warps)
@@ -56,23 +35,21 @@ for n, k, gated in ((2112, 7168, False), (24576, 1536, False), (7168, 16384, Fal
             continue
         t, rounded = g.scaled_tile(rows, n, k, gated, partial=rows < 65 and not gated), rows > 64
         of = "fp8e4nv" if rounded else "bf16"
-        compiled(f"gemm {{of}} {{rows}} {{n}}", g._scaled_gemm,
-            dict(x=f"tensordesc<{{of}}[{{t.m}}, 128]>", weight=f"tensordesc<fp8e4nv[{{t.n}}, 128]>", scales=wide,
+        compiled(f"gemm {of} {rows} {n}", g._scaled_gemm,
+            dict(x=f"tensordesc<{of}[{t.m}, 128]>", weight=f"tensordesc<fp8e4nv[{t.n}, 128]>", scales=wide,
                  row_scales=wide, bias=half, out=half, M="i32"),
             dict(N=n, K=k, BM=t.m, BN=t.n, STAGES=t.stages, SPLIT=t.split, BIAS=False, GLU=gated, ROUNDED=rounded),
             num_warps=t.warps)
 for pairs in (8, 4000, 10000, 65536):
     t = e.scaled_expert_tile(pairs, 256)
     of = "fp8e4nv" if t.rounded else "bf16"
-    types = dict(x="*" + of, x_scales=wide, act=f"tensordesc<{{of}}[{{t.rows}}, 128]>", act_scales=wide,
-                 weight=f"tensordesc<fp8e4nv[{{t.n}}, 128]>", scales=wide, pairs="*i32", experts="*i32", used="*i32",
+    types = dict(x="*" + of, x_scales=wide, act=f"tensordesc<{of}[{t.rows}, 128]>", act_scales=wide,
+                 weight=f"tensordesc<fp8e4nv[{t.n}, 128]>", scales=wide, pairs="*i32", experts="*i32", used="*i32",
                  out=half, weights=wide, M="i32", T="i32")
     same = dict(D=7168, F=2048, K=8, ROWS=t.rows, BN=t.n, STAGES=t.stages, ROUNDED=t.rounded)
-    compiled(f"gate {{of}} {{t.rows}}", e._gate_up, types, same, num_warps=t.warps)
-    compiled(f"down {{of}} {{t.rows}}", e._down, dict(types, out=wide), same, num_warps=t.warps)
+    compiled(f"gate {of} {t.rows}", e._gate_up, types, same, num_warps=t.warps)
+    compiled(f"down {of} {t.rows}", e._down, dict(types, out=wide), same, num_warps=t.warps)
 """
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a program on Hopper can have."""
 
 
 @pytest.mark.slow
@@ -80,16 +57,10 @@ def test_they_compile_for_hopper(tmp_path: Path) -> None:
     """Every kernel compiles and fits a multiprocessor without spilling, lets the next one begin first and waits once;
     weights come by TMA, and all products are of warp groups, of 8 bits where activations are rounded.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = hopper.lines(COMPILE, tmp_path, 600)
     assert len(kernels) == 1 + 4 + 13 + 8
     for name, shared, kinds, spilled, marks in kernels:
-        assert shared <= MOST_SHARED, name
+        assert shared <= hopper.MOST_SHARED, name
         assert spilled == 0, name
         assert marks[0] == "griddepcontrol.launch_dependents", name
         assert marks.count("griddepcontrol.wait") == 1, name

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import draws
-import sources
+import hopper
 from agentinfer.ops import edit
 from agentinfer.ops.kernels import edit as kernel
 
@@ -78,36 +75,22 @@ def test_each_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["_run_edit", "_run_enter"]
 
 
-COMPILE = f"""
-import sys
-sys.path.insert(0, {str(sources.SRC)!r})
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = """
 from agentinfer.ops.kernels import edit
 types = dict(logits="*fp32", places="*i32", bans="*i32", bias="*fp32", counts="*i32", penalties="*fp32", out="*fp32",
              num_samples="i32", width="i32", found="*i64", chosen="*i64", last="*i64")
 constants = dict(STRIDE=151936, V=151936, BV=edit.TILE, TILE=edit.ENTERED)
 for kernel, warps in ((edit._edit, 8), (edit._enter, 4)):
-    places = {{x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}}
-    aligned = {{(i,): [["tt.divisibility", 16]] for i, x in enumerate(places.values()) if x.startswith("*")}}
-    fixed = {{x: constants[x] for x in kernel.arg_names if x in constants}}
-    done = triton.compile(ASTSource(kernel, places, fixed, aligned), target=GPUTarget("cuda", 90, 32),
-                          options=dict(num_warps=warps))
-    print(done.metadata.shared, done.asm["ptx"].count("ld.global.v4"), done.asm["ptx"].count("st.global.v4"))
+    done = compiled_for_hopper(kernel, types, constants, num_warps=warps)
+    ptx = done.asm["ptx"]
+    print(json.dumps([done.metadata.shared, ptx.count("ld.global.v4"), ptx.count("st.global.v4")]))
 """
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Rows of logits without shared memory, with loads and stores of 16 bytes."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (shared, loads, stores), _entered = (map(int, line.split()) for line in done.stdout.splitlines())
+    (shared, loads, stores), _entered = hopper.lines(COMPILE, tmp_path, 300)
     assert shared == 0
     assert loads >= 12
     assert stores >= 4
