@@ -26,6 +26,7 @@ from torch import Tensor
 
 from agentinfer.ops.comm import Processes
 from agentinfer.ops.kernels import all_reduce as push
+from agentinfer.ops.kernels.launch import launches_dependents
 from agentinfer.ops.shared_memory import Shared, share_memory
 
 _log = logging.getLogger(__name__)
@@ -178,8 +179,7 @@ def _open(comm: Processes, rank: int, store: object, name: str, device: torch.de
     lent, staging = share_memory(store, name, rank, comm.size, counts, device)
     counters = torch.zeros(len(push.RANGES), push.PIECES, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
-    pdl = torch.cuda.get_device_capability(device)[0] >= 9
-    return Fast(rank, comm.size, lent, staging, counters, pdl)
+    return Fast(rank, comm.size, lent, staging, counters, launches_dependents(device))
 
 
 def _trial(fast: Fast, comm: Processes, device: torch.device) -> str:

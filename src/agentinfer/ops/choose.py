@@ -280,7 +280,7 @@ def _make_torch(site: Site) -> Ops:
 
 
 def _make_latent(site: Site, name: str) -> Ops:
-    pdl = import_module("agentinfer.ops.triton_ops").launches_dependents(site.device)
+    pdl = import_module("agentinfer.ops.kernels.launch").launches_dependents(site.device)
     return import_module("agentinfer.ops.vllm_latent").with_latent(_auto(site)[0], name, pdl=pdl)
 
 

@@ -31,7 +31,7 @@ from agentinfer.ops.kernels.scaled_experts import scaled_expert_tile, scaled_exp
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch, by_gemm, gated, gemm, parts_of, product
 from agentinfer.ops.provide import Matrix, Stream
-from agentinfer.ops.streams import norm, over_ranks, summed
+from agentinfer.ops.streams import added, norm, over_ranks
 
 ROUTER_ROWS = 256
 """Most rows for our own router product; beyond, cuBLAS in float32 is faster."""
@@ -76,9 +76,7 @@ def experts_add(
     """
     if (shared_gate_up is None) != (shared_down is None):
         raise ValueError("shared experts have two weights, or there are none; one is missing")
-    residual, pending, _ = summed(stream, normed.dtype)
-    if pending is not None:
-        residual = residual + pending.sum(0, dtype=torch.float32)
+    residual = added(stream, normed.dtype)
     work = (normed, weights_TK, experts_TK, gate_up_EFD, down_EDF, shared_gate_up, shared_down)
     if len(normed) == 1 and isinstance(gate_up_EFD, Tensor):
         if group.size == 1:
@@ -86,9 +84,7 @@ def experts_add(
         parts = _one(run, *work, torch.zeros_like(residual), absent=True).unsqueeze(0)
     else:
         parts = _many(run, *work, absent=group.size > 1)
-    if group.size > 1:
-        return over_ranks(residual, parts, normed.dtype, group)
-    return Stream(residual, parts)
+    return over_ranks(residual, parts, normed.dtype, group)
 
 
 def _one(

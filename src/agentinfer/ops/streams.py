@@ -14,9 +14,11 @@ from agentinfer.ops.provide import Stream
 
 
 def over_ranks(residual_TD: Tensor, parts_PTD: Tensor, dtype: torch.dtype, group: Group) -> Stream:
-    """The stream to which the sum over *group* of the sum of *parts* is to be added, rounded to *dtype*. Where one
-    kernel can sum over ranks, add and norm, that is left to the next norm.
+    """The stream to which the sum over *group* of the sum of *parts* is to be added, rounded to *dtype* if there are
+    several ranks. Where one kernel can sum over them, add and norm, that is left to the next norm.
     """
+    if group.size == 1:
+        return Stream(residual_TD, parts_PTD)
     rows, width = residual_TD.shape
     left = Stream(residual_TD, parts_PTD, group)
     return left if group.sums_and_norms(rows, width, dtype) is not None else summed(left, dtype)
@@ -29,6 +31,12 @@ def summed(stream: Stream, dtype: torch.dtype) -> Stream:
         return stream
     own = parts[0] if len(parts) == 1 else parts.sum(0, dtype=torch.float32)
     return Stream(residual, group.all_reduce_sum(own.to(dtype)).unsqueeze(0))
+
+
+def added(stream: Stream, dtype: torch.dtype) -> Tensor:
+    """The residual with all that is pending; the stream's own if nothing is."""
+    residual, parts, _ = summed(stream, dtype)
+    return residual if parts is None else residual + parts.sum(0, dtype=residual.dtype)
 
 
 def norm(stream: Stream, norm_D: Tensor, dtype: torch.dtype, eps: float, *, pdl: bool) -> tuple[Tensor, Stream]:

@@ -37,6 +37,7 @@ from agentinfer.ops.kernels.attend_decode import COUNTERS, attend_decode
 from agentinfer.ops.kernels.edit import edit_rows, enter_rows
 from agentinfer.ops.kernels.embed import embed
 from agentinfer.ops.kernels.gemv import gemv
+from agentinfer.ops.kernels.launch import launches_dependents
 from agentinfer.ops.kernels.sample import sample_parts, sample_tokens
 from agentinfer.ops.kv import LayerKv
 from agentinfer.ops.mla import LatentShape
@@ -45,7 +46,7 @@ from agentinfer.ops.provide import Attend, Ops, Primitives, Stream, reference
 from agentinfer.ops.ragged import attend_ragged, check_heads
 from agentinfer.ops.sample import on_device
 from agentinfer.ops.scaled import Weight
-from agentinfer.ops.streams import norm, over_ranks, summed
+from agentinfer.ops.streams import added, norm, over_ranks, summed
 
 GEMM_MOST_ROWS = 64
 """Beyond, cuBLAS is faster."""
@@ -84,20 +85,17 @@ def _norm_gate_up(
 
 def _row_add(run: Launch, x: Tensor, weight: Weight, bias_D: Tensor | None, stream: Stream, group: Group) -> Stream:
     """The next sums of the stream, whatever it had pending added to the residual first: pending is one product's."""
-    residual, pending, _ = summed(stream, x.dtype)
-    if pending is not None:
-        residual = residual + pending.sum(0, dtype=torch.float32)
-    if group.size > 1 and bias_D is not None:
+    residual = added(stream, x.dtype)
+    if group.size > 1 and bias_D is not None:  # which is added once, after the sum
         y = group.all_reduce_sum(product(run, x, weight, None))
         return Stream(residual, (y + bias_D).unsqueeze(0))
-    if group.size > 1:
-        parts = gemm(x, weight, torch.float32, partial=True, pdl=run.pdl) if by_gemm(run, x, weight) else None
-        return over_ranks(residual, product(run, x, weight, None)[None] if parts is None else parts, x.dtype, group)
-    if len(x) == 1:
+    if group.size == 1 and len(x) == 1:
         return Stream(gemv(x, weight, torch.float32, bias=bias_D, add_to=residual, pdl=run.pdl), None)
     if by_gemm(run, x, weight):
-        return Stream(residual, gemm(x, weight, torch.float32, bias=bias_D, partial=True, pdl=run.pdl))
-    return Stream(residual, product(run, x, weight, bias_D).unsqueeze(0))
+        parts = gemm(x, weight, torch.float32, bias=bias_D, partial=True, pdl=run.pdl)
+    else:
+        parts = product(run, x, weight, bias_D).unsqueeze(0)
+    return over_ranks(residual, parts, x.dtype, group)
 
 
 def _norm_head(
@@ -151,11 +149,6 @@ def _norm_latent(
     if q_norm is not None and q_up is not None:
         q = product(run, add_norm.rms_norm(q.contiguous(), q_norm, latent_eps), q_up, None)
     return q, latents, stream
-
-
-def launches_dependents(device: torch.device) -> bool:
-    """Whether kernels on *device* can be launched programmatically: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_on(device: torch.device, *, pdl: bool | None = None, gemm_rows: int | None = None) -> Launch:

@@ -20,6 +20,7 @@ from agentinfer.errors import InvalidSetting
 from agentinfer.ops.comm import Group
 from agentinfer.ops.products import Launch, gated, product
 from agentinfer.ops.provide import Ops, Stream
+from agentinfer.ops.streams import added
 
 MODULE: Final = "vllm.model_executor.layers.fused_moe.fused_moe"
 ARGUMENTS: Final = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
@@ -68,9 +69,6 @@ def with_experts(ops: Ops, run: Launch) -> Ops:
         )
         if shared_gate_up is not None and shared_down is not None:
             y = y + product(run, gated(run, normed, shared_gate_up, None), shared_down, None)
-        pending = y.unsqueeze(0)
-        if stream.pending_TD is not None:
-            return Stream(stream.residual_TD + stream.pending_TD.sum(0, dtype=stream.residual_TD.dtype), pending)
-        return Stream(stream.residual_TD, pending)
+        return Stream(added(stream, normed.dtype), y.unsqueeze(0))
 
     return evolve(ops, name="vllm-moe", experts_add=experts_add)

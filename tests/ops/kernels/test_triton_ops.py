@@ -19,12 +19,13 @@ from agentinfer.models.model import Model, kv_layout, load_model
 from agentinfer.ops import norm, provide
 from agentinfer.ops.comm import Group, Ranks, alone
 from agentinfer.ops.inputs import by_hand
+from agentinfer.ops.kernels.launch import launches_dependents
 from agentinfer.ops.kernels.tiles import GemvTile
 from agentinfer.ops.kv import KvLayout, allocate, gqa
 from agentinfer.ops.provide import Ops
 from agentinfer.ops.sample import sample
 from agentinfer.ops.threads import Threads
-from agentinfer.ops.triton_ops import launches_dependents, triton_ops
+from agentinfer.ops.triton_ops import triton_ops
 from agentinfer.state.columns import PARAMS
 from agentinfer.state.plan import SamplingColumns
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -21,6 +22,11 @@ VERIFIED = ("3.6.",)
 """Versions of Triton whose compiled kernels are called here; with others every launch is the ordinary one."""
 ALIGNED = 16
 """Triton compiles for pointers that are multiples of it, or for any."""
+
+
+def launches_dependents(device: torch.device) -> bool:
+    """Whether kernels on *device* can be launched programmatically: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 class Direct:
