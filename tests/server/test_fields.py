@@ -88,7 +88,7 @@ def test_each_sampling_field_is_named(server: Server, name: str) -> None:
 
 def test_limits_name_the_field_that_was_sent(server: Server) -> None:
     """A limit of this server on output tokens says max_completion_tokens to who sent that."""
-    engine = open_engine(server.engine.text.folder, small())  # type: ignore[union-attr]
+    engine = open_engine(server.engine.text.folder, small())
     with running(engine, options(quotas=Quotas(max_output_tokens=9))) as one:
         error = refusal(one, CHAT, {"messages": HELLO, "max_completion_tokens": 10})
         assert error["param"] == "max_completion_tokens"

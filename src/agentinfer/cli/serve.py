@@ -26,7 +26,7 @@ _OPEN_TO_ALL = ("127.0.0.1", "localhost", "::1")
 
 def run(args: argparse.Namespace) -> int:
     """0 once it was told to end. Raises Usage. If the engine could not go on, the process ends here, with 1."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _NEEDED if not _there(name)]
     if missing:
         raise Usage(f"serve needs {', '.join(missing)}: pip install 'agentinfer[serve]'")
     if args.otlp_traces_endpoint is not None and not all(map(_there, _OTEL)):
