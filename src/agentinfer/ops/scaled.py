@@ -92,7 +92,8 @@ def quantized_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Activations in 8 bits, and their scales [T, ceil(K / 128)] float32: the largest of 128 columns becomes 448."""
     rows, columns = x_TK.shape
     groups = functional.pad(x_TK.to(torch.float32), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
-    scales = groups.abs().amax(-1).clamp_min(LEAST) / LARGEST
+    # Divided by a tensor: a GPU would multiply by the reciprocal of a number, and round otherwise than a CPU.
+    scales = groups.abs().amax(-1).clamp_min(LEAST) / groups.new_full((), LARGEST)
     return (groups / scales.unsqueeze(-1)).flatten(1)[:, :columns].to(FLOAT8).contiguous(), scales
 
 
