@@ -29,6 +29,7 @@ from agentinfer.ops.kernels.route_one import route_one
 from agentinfer.ops.moe import ExpertShape, Routing
 from agentinfer.ops.products import Launch
 from agentinfer.ops.provide import LayerShape, Stream, reference
+from agentinfer.ops.streams import added
 from agentinfer.ops.triton_ops import triton_ops
 from models.drive import Driver
 
@@ -73,8 +74,8 @@ class Layer:
         )
         stream = Stream(self.residual.clone(), self.pending)
         *work, stream = ours.norm_route(run, stream, self.norm, self.router, self.bias, self.routing, 1e-6)
-        residual, parts = ours.experts_add(run, *work, self.gate_up, self.down, *self.shared, stream, alone().tp)
-        return *work, residual if parts is None else residual + parts.sum(0, dtype=torch.float32)
+        stream = ours.experts_add(run, *work, self.gate_up, self.down, *self.shared, stream, alone().tp)
+        return *work, added(stream, self.norm.dtype)
 
 
 def off(got: Tensor, want: Tensor) -> float:

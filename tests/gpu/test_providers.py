@@ -43,8 +43,8 @@ STEPS = {
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Of a key that is normed and rotated: one unit in the last place."""
-ROUNDINGS = {"vllm": 2}
-"""Its norm rounds before its rope does."""
+ROUNDINGS = {"vllm": 2, "flash-attn": 2, "torch": 2}
+"""Their norm rounds before their rope does."""
 NAMES = ("triton", "auto", "fa3", "vllm", "flash-attn", "torch")
 
 
