@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentinfer.loop import open_engine
+from agentinfer.server import driver
 from serving import Server, running, says, small, write_talker
 
 CHAT = "/v1/chat/completions"
@@ -83,3 +84,45 @@ def test_a_form_that_is_none_is_refused(server: Server, more: dict[str, Any], wo
     answer = server.post(CHAT, {**ASKED, **more})
     assert answer.status_code == 400, answer.text
     assert word in answer.json()["error"]["message"]
+
+
+PATTERN = "(a?){1000}a{1000}"
+"""Compiles at once; what may follow its first token is more work than a mask may take."""
+BOMB = {"type": "string", "pattern": f"^{PATTERN}$"}
+NO_SPACES = {str(ord(space)): -100 for space in " \t\r\n"}
+"""A logit_bias: an answer in JSON comes to its point."""
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"structured_outputs": {"regex": PATTERN}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": BOMB}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": BOMB}}]}, "tools"),
+        ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs"),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_too_much_work_is_refused(server: Server, more: dict[str, Any], field: str) -> None:
+    """A grammar that compiles, and whose masks do not, is the client's fault: a 400, or an event, that names it."""
+    asked = {**ASKED, **more, "logit_bias": NO_SPACES, "tool_choice": "required" if "tools" in more else None}
+    answer = server.post(CHAT, asked)
+    assert answer.status_code == 400, answer.text
+    for error in (answer.json()["error"], server.chunks(CHAT, **asked)[-1]["error"]):
+        assert (error["type"], error["param"]) == ("invalid_request_error", field)
+        assert error["message"].startswith(f"{field}: ")
+    server.quiet()
+
+
+def test_a_compiler_that_breaks_is_no_fault_of_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiling raises, but for what is wrong with a form, is told at once as the server's; the next goes well."""
+
+    def broken(*_given: Any) -> None:
+        raise OSError(12, "no memory for a process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "check_form", broken)
+        answer = server.post(CHAT, {**ASKED, "response_format": FORMAT}, timeout=5.0)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+        assert "no memory" in answer.json()["error"]["message"]
+    assert server.post(CHAT, {**ASKED, "response_format": FORMAT}).status_code == 200

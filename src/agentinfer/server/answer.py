@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentinfer.server.desk import Desk, Ticket, leave
-from agentinfer.server.problems import Problem, bytes_of, timed_out
+from agentinfer.server.problems import Problem, bytes_of, renamed, timed_out
 from agentinfer.server.site import Site
 
 _log = logging.getLogger(__name__)
@@ -73,15 +73,15 @@ def streamed(site: Site, ticket: Ticket, events: Callable[[], AsyncIterator[Any]
             except Exception as error:  # noqa: BLE001 - the status is sent: it can be told as an event only
                 with contextlib.suppress(TimeoutError):  # to whom does not read, nothing can be said
                     async with asyncio.timeout(1.0):
-                        await _send(send, b"data: " + bytes_of(_as_problem(site, error)) + b"\n\n" + _DONE)
+                        await _send(send, b"data: " + bytes_of(_as_problem(site, scope, error)) + b"\n\n" + _DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return answer
 
 
-def _as_problem(site: Site, error: Exception) -> Problem:
+def _as_problem(site: Site, scope: Scope, error: Exception) -> Problem:
     if isinstance(error, Problem):
-        return error
+        return renamed(error, scope.get("agentinfer.names", {}))
     if isinstance(error, TimeoutError):
         return timed_out(site.quotas.request_timeout_s)
     _log.error("an answer failed", exc_info=error)

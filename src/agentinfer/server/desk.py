@@ -155,6 +155,8 @@ async def submit(desk: Desk, name: str, items: Sequence[Item]) -> Ticket:
     for course in ticket.courses:
         course.over = True
     leave(desk, ticket)
+    if answer.field is None:
+        raise engine_failed(answer.message)
     which = f"item {answer.index}: " if len(items) > 1 else ""
     raise Problem(400, which + answer.message, param=answer.field)
 

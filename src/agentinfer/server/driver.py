@@ -20,7 +20,7 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 from agentinfer.errors import InvalidRequest
-from agentinfer.grammar import check_form
+from agentinfer.grammar import GrammarFailed, check_form
 from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
 from agentinfer.result import Note, sequences, shown, spelled
 from agentinfer.server.mail import (
@@ -40,6 +40,7 @@ from agentinfer.server.mail import (
     Submit,
     Turned,
 )
+from agentinfer.state.structured import FIELD
 from agentinfer.turn import EngineState, Event, Failed, Landed
 
 FATAL: Final = 3
@@ -119,6 +120,9 @@ def _compile(intake: Intake, asked: Submit) -> None:
             check_form(intake.engine.grammars, Request(item.prompt, item.params))
         except InvalidRequest as error:
             refused = Refused(asked.id, index, error.field, str(error))
+            break
+        except BaseException as error:  # noqa: BLE001 - who waits is told, whatever a compiler in Rust raises
+            refused = Refused(asked.id, index, None, f"{type(error).__name__}: {error}")
             break
     if intake.compiling.pop(asked.id, None) is None:
         return  # nobody waits for it any more
@@ -272,10 +276,29 @@ def _ends(driver: Driver, finished: Iterable[Finished]) -> list[Report]:
             continue
         told, hidden = driver.told[done.seq], len(done.output) - len(shown(done))
         logprobs = None if done.logprobs is None else done.logprobs[told:]
+        detail, at_fault = _blamed(done)
         reports.append(
-            _end(driver, done.seq, place, done.reason, done.detail, done.output[told:], hidden, done.cached, logprobs)
+            _end(
+                driver,
+                done.seq,
+                place,
+                done.reason,
+                detail,
+                done.output[told:],
+                hidden,
+                done.cached,
+                logprobs,
+                at_fault,
+            )
         )
     return reports
+
+
+def _blamed(done: Finished) -> tuple[str, str | None]:
+    """Why *done* ended, and the field that is at fault: a form that compiles, but of which a mask can not be made."""
+    kind, _, words = done.detail.partition(": ")
+    form = kind in (GrammarFailed.__name__, InvalidRequest.__name__) and words.startswith(FIELD)
+    return (words, FIELD) if done.reason == "error" and form else (done.detail, None)
 
 
 def _end(
@@ -288,12 +311,13 @@ def _end(
     hidden: int = 0,
     cached: int = 0,
     logprobs: tuple[TokenLogprobs, ...] | None = None,
+    at_fault: str | None = None,
 ) -> Ended:
     del driver.places[seq], driver.told[seq], driver.requests[seq]
     driver.judged.pop(seq, None)
     now = time.monotonic()
     queued_s = driver.queued_s.pop(seq, None) or now - driver.entered.pop(seq, now)
-    return Ended(place.id, place.index, tokens, hidden, reason, detail, cached, logprobs, queued_s)
+    return Ended(place.id, place.index, tokens, hidden, reason, detail, cached, logprobs, queued_s, at_fault)
 
 
 def _counting(driver: Driver, before: Note, event: Event, state: EngineState) -> None:

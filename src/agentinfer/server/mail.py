@@ -71,7 +71,8 @@ class Refused(Struct, frozen=True, tag=True):
 
     id: int
     index: int
-    field: str
+    field: str | None
+    """Of the request; None: it is the server's fault."""
     message: str
 
 
@@ -118,6 +119,8 @@ class Ended(Struct, frozen=True, tag=True):
     """One of each of `tokens`; None: not asked for."""
     queued_s: float = 0.0
     """From its arrival to its first step."""
+    field: str | None = None
+    """Of an error: the field of the request that is at fault; None: none is."""
 
 
 class Seen(Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ from agentinfer.loop import SamplingParams, TokenLogprobs
 from agentinfer.result import Reader, read, read_end, reader_of
 from agentinfer.server.desk import Desk, News, Ticket, news
 from agentinfer.server.mail import Ended
-from agentinfer.server.problems import Problem, engine_failed
+from agentinfer.server.problems import Problem, engine_failed, invalid
 from agentinfer.text import Text
 
 
@@ -85,6 +85,8 @@ def _finish(
     """Why a sequence ended, and the stop token or string that it was. Raises Problem if it did not end well."""
     if ended.reason == "abort":
         raise Problem(503, f"aborted: {ended.detail}", "service_unavailable_error", code="aborted")
+    if ended.field is not None:
+        raise invalid(ended.field, ended.detail)
     if ended.reason not in ("stop", "length"):
         raise engine_failed(ended.detail)
     if reader.found is not None:
