@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import pytest
 
 from agentinfer.loop import Engine, generate, open_engine
 from agentinfer.server.driver import FATAL, Driver, drive
@@ -245,16 +246,17 @@ def test_requests_that_fail_alone_are_no_failures_of_the_engine(folder: Path) ->
     assert free(engine)
 
 
-def test_what_a_policy_raises_is_death(folder: Path) -> None:
-    """An engine whose policy raises can not go on."""
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_what_a_policy_raises_is_death(folder: Path, kind: type[BaseException]) -> None:
+    """An engine whose policy raises can not go on, and says so, whatever it raises."""
 
     def policy(_state: Any) -> Any:
-        raise ZeroDivisionError("policy")
+        raise kind("policy")
 
     with driven(open_engine(folder, small(), policy)) as line:
         line.send(asked(1, [5]))
         died = line.wait(lambda reports: [one for one in reports if isinstance(one, Died)])
-        assert died[0].reason == "ZeroDivisionError: policy"
+        assert died[0].reason == f"{kind.__name__}: policy"
 
 
 def test_the_state_is_json(folder: Path) -> None:

@@ -144,7 +144,7 @@ def drive(driver: Driver) -> None:
                 _obey(driver, command)
             if driver.engine.unfinished and not driver.paused:
                 _turn(driver)
-    except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must be told
+    except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must be told
         driver.dead = f"{type(error).__name__}: {error}"
         driver.tell([Died(driver.dead)])
 
