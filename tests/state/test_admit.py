@@ -115,7 +115,11 @@ def test_a_prompt_is_made_of_token_ids(prompt) -> None:
 
 @pytest.mark.parametrize(
     ("field", "asked"),
-    [("prompt", (None,)), ("prompt", (7,)), ("params", ((1,), None)), ("salt", ((1,), SamplingParams(), b"x"))],
+    [
+        *[("prompt", (prompt,)) for prompt in (None, 7, b"Hi")],
+        ("params", ((1,), None)),
+        ("salt", ((1,), SamplingParams(), b"x")),
+    ],
 )
 def test_a_request_of_the_wrong_kinds_is_refused_by_name(field: str, asked: tuple[Any, ...]) -> None:
     """A prompt that is no sequence, parameters that are none and a salt that is no text are refused in few words."""

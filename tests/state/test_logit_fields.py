@@ -26,7 +26,8 @@ WRONG: list[tuple[str, Any]] = [
     *[("bad_words", x) for x in (5, [5], [""], [[]], [[-1]], [[True]], [None], [["a"]], None)],
     *[("logits_processors", x) for x in (5, [5], [""], [None], None)],
     *[(name, {"a": 1}) for name in ("bad_words", "logits_processors", "stop")],
-    *[(name, {5: 1}) for name in ("allowed_token_ids", "stop_token_ids")],
+    *[(name, x) for name in ("allowed_token_ids", "stop_token_ids") for x in ({5: 1}, b"12", bytearray(b"12"))],
+    *[("bad_words", x) for x in (b"no", [b"no"], ["no", b"no"])],
 ]
 
 

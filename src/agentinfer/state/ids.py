@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def tupled(value: Iterable[T]) -> tuple[T, ...]:
-    """*value* as a tuple. Mappings, and what is no iterable, come back as they are: a validator refuses them."""
+    """*value* as a tuple. Mappings, bytes, and what is no iterable, come back as they are: a validator refuses them."""
     given: Any = value
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+    if isinstance(given, Mapping | bytes | bytearray) or not isinstance(given, Iterable):
         return cast(Any, given)
     return tuple(value)
 
