@@ -212,12 +212,15 @@ def test_a_run_of_many_replays(folder: Path) -> None:
 
 
 def test_what_can_not_be_is_refused_whole(folder: Path) -> None:
-    """A greedy n, an n out of range; and a request that can never fit ends as often as it was to be answered."""
+    """A greedy n, an n out of range; and a request that can never fit ends as often as it was to be answered, whoever
+    finds out.
+    """
     for n, temperature in ((2, 0.0), (0, 1.0), (True, 1.0), (16_385, 1.0)):
         with pytest.raises(InvalidRequest, match="n: "):
             SamplingParams(n=n, temperature=temperature)
     (result,) = generate(small(folder), [[1] * 300], THREE)
-    assert (result.finish_reason, len(result.outputs)) == ("rejected", 1)
+    assert [(one.index, one.finish_reason) for one in result.outputs] == [(i, "rejected") for i in range(3)]
+    assert {one.error for one in result.outputs} == {result.error}
     state, first = arrive(initial(engines.limits()), engines.request(70, n=3, temperature=1.0))
     assert [done.seq for done in state.ended] == [first, first + 1, first + 2]
     assert {done.reason for done in state.ended} == {"rejected"}

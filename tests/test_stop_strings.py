@@ -244,6 +244,27 @@ def test_a_stop_token_is_told_and_shown_if_asked(folder: Path) -> None:
         assert got.text == decode(engine.text, full.output_ids[: at + include])
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_token_that_ends_the_output_is_why_whatever_its_text(tmp_path: Path, *, skip: bool, include: bool) -> None:
+    """An end token whose text is a stop string, too: stop_reason is its id, as without stop strings; where ends are
+    ignored, the stop string is what is left.
+    """
+    end = toys.byte_level().token_to_id("<|im_end|>")
+    assert end is not None
+    engine = opened(toys.folder_of(write_tiny(tmp_path, vocab_size=280, eos_token_id=end), toys.byte_level()))
+    params = SamplingParams(
+        max_tokens=3, temperature=0.0, logit_bias={end: 100}, stop="<|im_end|>", skip_special_tokens=skip,
+        include_stop_str_in_output=include,
+    )  # fmt: skip
+    for asked, why in ((params, end), (evolve(params, ignore_eos=True), "<|im_end|>")):
+        (got,) = generate(engine, [PROMPT], asked)
+        (*_, last) = stream(engine, PROMPT, asked)
+        assert (got.output_ids, got.finish_reason, got.stop_reason) == ((end,), "stop", why)
+        assert got.text == "<|im_end|>" * include
+        assert last.completion == got.outputs[0]
+
+
 def test_stop_needs_a_tokenizer(tmp_path: Path) -> None:
     """A model that speaks in token ids alone refuses stop strings by name."""
     engine = opened(write_tiny(tmp_path))

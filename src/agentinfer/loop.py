@@ -313,7 +313,7 @@ def generate(
             request = spelled(engine.text, Request(ids, chosen))
             check(engine, request)
         except InvalidRequest as error:
-            results[i] = refused(i, ids, error)
+            results[i] = refused(i, ids, getattr(chosen, "n", 1), error)  # of what is no SamplingParams: 1
         else:
             asked[i] = request
     places = {seq: i for i, request in asked.items() for seq in sequences(engine.add(request), request)}

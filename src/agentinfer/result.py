@@ -44,7 +44,9 @@ class Completion:
     """The output without its end token; None without a tokenizer."""
     finish_reason: str
     stop_reason: int | str | None = None
-    """What a finish_reason "stop" was due to: the id of an end or stop token, or a stop string."""
+    """What a finish_reason "stop" was due to: the id of an end or stop token, also of one whose text completes a stop
+    string; or a stop string.
+    """
     error: str | None = None
     """Why there is no more, if it was refused, failed or was aborted."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -220,14 +222,17 @@ def sequences(first: SeqId, request: Request) -> tuple[SeqId, ...]:
 
 
 def completion_of(text: Text | None, done: Finished, index: int = 0) -> Completion:
-    """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it."""
+    """*done*, for the client that asked. Its text and tokens end at the first stop string, whatever ended it. If an end
+    or stop token completes one, the token is why.
+    """
     ids, words, reason, offsets = done.output, None, done.reason, None
     why: int | str | None = done.matched if done.matched is not None or reason != "stop" else ids[-1]
     if text is not None:
         reader, words = read(text, reader_of(done.request.params), shown(done))
         words += read_end(text, reader)
         if reader.found is not None:
-            ids, reason, why = ids[: reader.count], "stop", reader.found
+            why = why if why is not None and reader.count == len(ids) else reader.found
+            ids, reason = ids[: reader.count], "stop"
         if done.logprobs is not None:
             offsets = _offsets(0, lengths(text, reader_of(done.request.params).decoder, ids)[1])
     logprobs = None if done.logprobs is None else done.logprobs[: len(ids)]
@@ -246,9 +251,9 @@ def _offsets(first: int, lengths_: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths_[:-1], initial=first)) if lengths_ else ()
 
 
-def refused(index: int, prompt: tuple[int, ...], error: InvalidRequest) -> Result:
-    """The result of a prompt that was never served."""
-    return Result(index, prompt, (Completion(0, (), None, "rejected", error=str(error)),))
+def refused(index: int, prompt: tuple[int, ...], n: int, error: InvalidRequest) -> Result:
+    """The result of a prompt that was never served: as many outputs as were asked for."""
+    return Result(index, prompt, tuple(Completion(i, (), None, "rejected", error=str(error)) for i in range(n)))
 
 
 def shown(done: Finished) -> tuple[int, ...]:
