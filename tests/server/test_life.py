@@ -386,6 +386,29 @@ def test_the_end_does_not_wait_for_ever(folder: Path, *, twice: bool) -> None:
         server.quiet()
 
 
+def test_the_end_tells_those_whose_step_hangs(folder: Path) -> None:
+    """Who can not even be aborted, for the engine hears nothing, is told so in the API's shape before the end."""
+    entered, gate, engine = threading.Event(), threading.Event(), open_engine(folder, small())
+    inner = engine.machine.model.forward
+
+    def forward(*given: Any) -> Any:
+        entered.set()
+        gate.wait(30)
+        return inner(*given)
+
+    chosen = options(shutdown_timeout_s=0.1)
+    with running(with_forward(engine, forward), chosen) as server, ThreadPoolExecutor(2) as pool:
+        begun = pool.submit(server.chunks, COMPLETIONS, **ENDLESS)
+        assert entered.wait(10)
+        late = pool.submit(server.post, COMPLETIONS, ENDLESS)
+        while server.get("/load").json()["server_load"] < 2:
+            time.sleep(0.01)
+        server.end()
+        errors = [begun.result()[-1]["error"], late.result().json()["error"]]
+        gate.set()
+        assert all("has not ended" in error["message"] for error in errors), errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_the_command_with_0(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     """`agentinfer serve`, sent SIGTERM or SIGINT while it streams, finishes the stream and exits with 0; its trace is

@@ -21,9 +21,9 @@ from starlette.datastructures import Headers
 
 from agentinfer.server.app import make_app
 from agentinfer.server.connection import TimedConnection
-from agentinfer.server.desk import Desk, Queues, Ticket, drop, emptied
+from agentinfer.server.desk import Desk, Queues, Ticket, drop, emptied, hear
 from agentinfer.server.guard import Keys
-from agentinfer.server.mail import Command
+from agentinfer.server.mail import Command, Died
 from agentinfer.server.metrics import Metrics
 from agentinfer.server.site import Quotas, Site
 from agentinfer.server.tools import format_of
@@ -213,6 +213,8 @@ async def _until_the_end(desk: Desk, life: _Life, serving: asyncio.Task[None], s
     await _first(life.hurry.wait(), emptied(desk), timeout_s=shutdown_timeout_s)
     drop(desk, list(desk.tickets.values()), "the server is shutting down")
     await _first(emptied(desk), timeout_s=_LAST_WORDS_S)
+    if desk.tickets:  # the engine has not even heard that they are aborted
+        hear(desk, [Died("a step has not ended")])
 
 
 async def _first(*events: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
