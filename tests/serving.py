@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -26,6 +29,13 @@ from tiny import write_tiny
 
 NAME = "tiny"
 NOBODY = Keys((), ())
+COMMANDS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+"""A PATH by which the commands of this Python's environment are found, activated or not."""
+
+
+def command(name: str) -> str | None:
+    """Where the command *name* is, if it is installed."""
+    return shutil.which(name, path=COMMANDS)
 
 
 def write_talker(folder: Path, template: str | None = toys.CHATML) -> Path:

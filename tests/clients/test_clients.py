@@ -18,7 +18,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from agentinfer.loop import open_engine
 from agentinfer.server.site import Quotas
-from serving import NAME, Server, options, running, slowed, small, write_talker
+from serving import NAME, Server, command, options, running, slowed, small, write_talker
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,10 @@ def test_it_shows_and_asks(slow: Server) -> None:
 def test_no_body_is_an_internal_error(server: Server, tmp_path: Path) -> None:
     """schemathesis finds no body that is a 500, an answer of another shape, or a status that is not documented."""
     checks = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
+    schemathesis = command("schemathesis")
+    assert schemathesis is not None
     done = subprocess.run(
-        ["schemathesis", "run", f"{server.url}/openapi.json", "-n", "40", "--checks", checks, "--seed", "1"],
+        [schemathesis, "run", f"{server.url}/openapi.json", "-n", "40", "--checks", checks, "--seed", "1"],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]

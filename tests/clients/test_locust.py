@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 
 import sources
 from agentinfer.loop import open_engine
-from serving import Server, options, running, slowed, small, write_talker
+from serving import Server, command, options, running, slowed, small, write_talker
 
-LOCUST = shutil.which("locust")
+LOCUST = command("locust")
 pytestmark = pytest.mark.skipif(LOCUST is None, reason="locust is not installed: pip install 'agentinfer[clients]'")
 
 
@@ -32,10 +31,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
 def load(server: Server, clients: int, cwd: Path) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Locust's status, its statistics by method and path, and what it says, after five seconds of load."""
     assert LOCUST is not None
-    command = [LOCUST, "-f", str(sources.ROOT / "examples" / "locust_load.py"), "--headless", "--host", server.url]
-    command += ["-u", str(clients), "-r", "50", "-t", "5s", "--stop-timeout", "10", "--json"]
+    given = [LOCUST, "-f", str(sources.ROOT / "examples" / "locust_load.py"), "--headless", "--host", server.url]
+    given += ["-u", str(clients), "-r", "50", "-t", "5s", "--stop-timeout", "10", "--json"]
     done = subprocess.run(
-        command, env={**os.environ, "MAX_TOKENS": "8"}, capture_output=True, text=True, check=False, cwd=cwd, timeout=90
+        given, env={**os.environ, "MAX_TOKENS": "8"}, capture_output=True, text=True, check=False, cwd=cwd, timeout=90
     )
     stats = json.loads(done.stdout)
     return done.returncode, {f"{one['method']} {one['name']}": one for one in stats}, done.stderr
