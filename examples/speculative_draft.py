@@ -20,7 +20,8 @@ SIZES = ai.Settings(max_model_len=256, max_num_seqs=4, num_blocks=64)
 
 
 def main(model: str = "demo", draft: str | None = None) -> None:
-    """Sample two continuations of PROMPT."""
+    """Sample two continuations of PROMPT, and say what each step brings."""
+    print(f"model {model}, guesses by {draft or model}: {PROMPT!r}", flush=True)
     engine = ai.open_engine(ai.find_model(model), SIZES)
     propose = draft_model(ai.open_engine(ai.find_model(draft or model), SIZES), k=4)
     text = engine.text
@@ -35,7 +36,12 @@ def main(model: str = "demo", draft: str | None = None) -> None:
     while events or ai.has_work(world.state) or world.flight is not None:
         world, output = advance_speculative(engine.machine, world, propose, events, note=tally)
         events = []
-        ends += output.finished if output is not None else ()
+        if output is None:
+            continue
+        ends += output.finished
+        for seq in sorted({*output.seqs.tolist()}):
+            new = output.tokens[output.seqs == seq].tolist()
+            print(f"{seq}: {len(new)} tokens {ai.decode(text, new)!r}", flush=True)
     for done in sorted(ends, key=lambda done: done.seq):
         print(repr(ai.decode(text, done.tokens)))
     print(f"{tally.tokens} tokens in {tally.steps} steps, {tally.accepted} of {tally.drafts} guesses right")
