@@ -178,7 +178,9 @@ class SamplingParams:
     ignore_eos: bool = field(default=False, validator=_instance(bool))
     """Keep on after the model's own end tokens; `stop_token_ids` still stop."""
     min_tokens: int = field(default=0, validator=_integer(0, _I31))
-    """Tokens to generate before an end or stop token can be chosen, or a stop string counts."""
+    """Tokens to generate before an end or stop token can be chosen, or a stop string counts; end tokens that
+    `ignore_eos` ignores can be.
+    """
     stop: tuple[str, ...] = field(default=(), converter=_one_or_many, validator=_texts)
     """Texts that end the output where they first appear in it, wherever its tokens begin and end."""
     include_stop_str_in_output: bool = field(default=False, validator=_instance(bool))
