@@ -319,9 +319,15 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HELLO, "modalities": ["audio"]}, 400, "modalities"),
     (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, 400, "chat_template"),
+    (CHAT, {"messages": HELLO, "echo": True}, 400, "echo"),
+    (CHAT, {"messages": HELLO, "add_special_tokens": True}, 400, "add_special_tokens"),
+    (COMPLETIONS, {"prompt": "a", "logprob_token_ids": [1]}, 400, "logprob_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "guided_whitespace_pattern": " "}, 400, "guided_whitespace_pattern"),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
     ("/generate", {"token_ids": []}, 400, "token_ids"),
+    ("/generate", {"token_ids": [5], "max_tokens": 3}, 400, "max_tokens"),
+    ("/generate", {"token_ids": [5], "logprobs": 1}, 400, "logprobs"),
     ("/v1/nothing", {}, 404, None),
     ("/v1/models", {}, 405, None),
 ]
@@ -381,6 +387,8 @@ def test_unknown_fields_are_ignored_aloud(server: Server, caplog: pytest.LogCapt
     assert "x-ignored-fields" not in server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "": 1}).headers
     neutral = {"prompt": "a", "max_tokens": 1, "best_of": 1, "suffix": "", "use_beam_search": False}
     assert "x-ignored-fields" not in server.post(COMPLETIONS, neutral).headers
+    neutral = {"messages": HELLO, "max_tokens": 1, "echo": False, "add_special_tokens": False}
+    assert "x-ignored-fields" not in server.post(CHAT, neutral).headers
 
 
 # --- the small ones --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from agentinfer.server.voice import Piece, spoken
 from agentinfer.text import Text, decode, encode
 
 _NONE: Final = frozenset[str]()
+_SAMPLING: Final = SAMPLING | {"logprobs", "prompt_logprobs"}
 
 
 async def tokenize(site: Site, request: Request) -> Response:
@@ -67,12 +68,15 @@ def _text_of(site: Site) -> Text:
 
 async def generate(site: Site, request: Request) -> ASGIApp:
     """Continue token ids in `n` ways, without a word of text unless stop strings ask for it."""
-    _, body = await read(site, request, GenerateBody, _NONE)
+    raw, body = await read(site, request, GenerateBody, _NONE)
     options = check_stream_options(body.stream, body.stream_options)
     given = body.sampling_params
     for name, value in given.items():
-        if name not in SAMPLING | {"logprobs", "prompt_logprobs"} and value is not None:
+        if name not in _SAMPLING and value is not None:
             raise invalid("sampling_params", f"sampling_params: {name}: is not known")
+    for name, value in raw.items():
+        if name in _SAMPLING and value is not None:
+            raise invalid(name, f"{name}: belongs in sampling_params")
     more = {name: given.get(name) for name in ("logprobs", "prompt_logprobs")}
     params = sampling_of(given, **more)
     if not body.token_ids:
