@@ -16,7 +16,7 @@ from agentinfer.cli.flags_form import form_flags
 from agentinfer.cli.flags_said import said_flags
 from agentinfer.cli.flags_serve import bench_serve_flags, serve_flags
 from agentinfer.cli.usage import Usage, line
-from agentinfer.cli.values import counts, integer, number, span, token_ids
+from agentinfer.cli.values import counts, integer, number, span, token_ids, web_address
 
 DTYPES = ("float32", "bfloat16", "float16")
 FP8 = ("dequantize", "native")
@@ -60,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     chat = command("chat", "Talk with a model that has a chat template.", epilog=_CHAT)
     chat.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; with --url, what the server calls it")
-    chat.add_argument("--url", metavar="URL", help="talk with the model of a server that has OpenAI's API")
+    chat.add_argument(
+        "--url", metavar="URL", type=web_address, help="talk with the model of a server that has OpenAI's API"
+    )
     chat.add_argument("--system", metavar="TEXT", help="what the system message says")
     _sampling(chat)
     _engine(chat)

@@ -22,7 +22,7 @@ def _address(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     group.add_argument(
-        "--port", metavar="N", type=integer(0), default=8000, help="0: any that is free (default: %(default)s)"
+        "--port", metavar="N", type=integer(0, 65535), default=8000, help="0: any that is free (default: %(default)s)"
     )
     group.add_argument(
         "--served-model-name",
@@ -113,7 +113,9 @@ def _life(parser: argparse.ArgumentParser) -> None:
 
 def bench_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Which server, and what is asked of it."""
-    parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument(
+        "--url", metavar="URL", type=web_address, default="http://127.0.0.1:8000", help="default: %(default)s"
+    )
     parser.add_argument("--model", metavar="NAME", help="what the server calls its model (default: it is asked)")
     parser.add_argument("--requests", metavar="N", type=integer(1), default=256, help="how many (default: %(default)s)")
     parser.add_argument(

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """Reads an integer of at least *least*."""
+def integer(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Reads an integer of at least *least*, and at most *most*."""
 
     def read(given: str) -> int:
         try:
             value = int(given)
         except ValueError:
             value = None
-        if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {given!r}")
+        if value is None or not least <= value <= most:
+            rule = f"in [{least}, {most}]" if most < math.inf else f"of at least {least}"
+            raise argparse.ArgumentTypeError(f"must be an integer {rule}, not {given!r}")
         return value
 
     return read
@@ -68,7 +69,11 @@ def span(given: str) -> tuple[int, int]:
 
 def web_address(given: str) -> str:
     """Reads a URL of http or https."""
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(given)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is none
+        good = False
+    if not good:
         raise argparse.ArgumentTypeError(f"must be http://HOST:PORT/PATH, or https, not {given!r}")
     return given
