@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,12 @@ import numpy as np
 import torch
 
 from agentinfer.build import Settings
-from agentinfer.graphs import _after
+from agentinfer.graphs import _after, left_of
 from agentinfer.loop import Engine, open_engine
 from agentinfer.ops.comm import alone
 from agentinfer.ops.edit import no_tables, tell
 from agentinfer.ops.provide import Ops, reference
 from agentinfer.ops.sample import idle, words
-from agentinfer.sampling import edited
 from agentinfer.state.admit import arrive
 from agentinfer.state.commit import commit
 from agentinfer.state.engine import initial
@@ -86,10 +85,11 @@ def decode_plan(case: str, rows: int, vocab: int) -> Plan:
     return rebase(state, plan, -2)
 
 
-def chooser(ops: Ops, logits: torch.Tensor, plan: Plan, chosen: torch.Tensor) -> Callable[[], None]:
-    """What a graph does with the logits."""
-    now, late = edited(plan)
-    s = idle(plan.sampling, (*now, *late))
+def chooser(
+    ops: Ops, logits: torch.Tensor, plan: Plan, chosen: torch.Tensor, left: Sequence[int]
+) -> Callable[[], None]:
+    """What a graph does with the logits, but for samples that are *left*."""
+    s = idle(plan.sampling, left)
     if ops.sample_rows is None:
 
         def on_host() -> None:
@@ -118,7 +118,8 @@ def after_logits(ops: Ops, case: str, raw: torch.Tensor, steps: int) -> dict[str
     unused: Any = None
     m = Machine(unused, unused, ops, alone(device), limits_of(rows, vocab), unused, overlap=True)
     last = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    choose, places = chooser(ops, logits, plan, chosen), np.arange(rows, dtype=np.int32)
+    left = left_of(m, plan)
+    choose, places = chooser(ops, logits, plan, chosen, sum(left, ())), np.arange(rows, dtype=np.int32)
     on_device, on_host = list[float](), list[float]()
     for _ in range(steps + 3):
         logits.copy_(raw)
@@ -128,7 +129,7 @@ def after_logits(ops: Ops, case: str, raw: torch.Tensor, steps: int) -> dict[str
             first.record()
         begin = time.perf_counter_ns()
         choose()
-        _after(m, logits, chosen, Device(unused, last, tables), plan, places)
+        _after(m, logits, chosen, Device(unused, last, tables), plan, places, *left)
         on_host.append((time.perf_counter_ns() - begin) / 1e3)
         if cuda:
             second.record()
@@ -164,17 +165,19 @@ def engine_steps(engine: Engine, case: str, rows: int, steps: int) -> list[float
     return times
 
 
-def step_times(given: argparse.Namespace, device: str) -> dict[str, float]:
-    """The median step of each case over *rounds* in turn, so that a clock which falls falls for all."""
+def step_times(given: argparse.Namespace, device: str) -> dict[str, dict[str, float]]:
+    """The median and the mean step of each case over *rounds* in turn, so that a clock which falls falls for all."""
     engine = opened(given.engine, given.rows, device)
     times: dict[str, list[float]] = {case: [] for case in STEP_CASES}
     for _ in range(given.rounds):
         for case in STEP_CASES:
             times[case] += engine_steps(engine, case, given.rows, given.steps)
-    medians = {case: statistics.median(each) for case, each in times.items()}
-    for case, median in medians.items():
-        print(f"{case}: {median:.3f} ms a step, {median / medians['greedy'] - 1:+.1%} on greedy", flush=True)
-    return medians
+    found: dict[str, dict[str, float]] = {"median": {}, "mean": {}}
+    for case, each in times.items():
+        found["median"][case], found["mean"][case] = statistics.median(each), statistics.mean(each)
+        more = [f"{kind} {of[case]:.3f} ms ({of[case] / of['greedy'] - 1:+.1%})" for kind, of in found.items()]
+        print(f"{case}: a step {', '.join(more)}", flush=True)
+    return found
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from agentinfer.graphs import (
     fill,
     inputs_of,
     lay_out,
+    left_of,
     num_entries,
 )
 from agentinfer.ops.comm import alone
@@ -103,7 +104,7 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
     size = n + spare
     whole = torch.full((block_words(size),), 0x55555555, dtype=torch.int32)
     block = lay_out(whole, size)
-    fill(block, plan, np.array([7, 3], np.int32), np.array([11, 12], np.int32))
+    fill(block, plan, np.array([7, 3], np.int32), np.array([11, 12], np.int32), ())
     order = block.places[:n].numpy()
     assert sorted(block.places.tolist()) == list(range(size))
     assert sorted(plan.context.tolist(), reverse=True) == block.context[:n].tolist()
@@ -125,18 +126,26 @@ def test_a_block_holds_the_plan_and_padding_points_at_the_sink(prompts: list[int
 
 
 def test_samples_that_are_edited_are_greedy_in_a_graph() -> None:
-    """They are chosen once more after it, and need their logits whole; other rows keep their parameters."""
-    plan = decode_plan([3, 5, 4])
+    """They are chosen after it, and need their logits whole, with them those with filters; others keep their
+    parameters.
+    """
+    plan = decode_plan([3, 5, 4, 6])
     params = plan.sampling.params.copy()
-    params["temperature"], params["top_k"], params["top_p"], params["min_p"] = 2, 7, 0.5, 0.25
+    params["temperature"] = 2
+    params["top_k"][3], params["top_p"][3], params["min_p"][3] = 7, 0.5, 0.25
     edits = (Edit(2, Row(int(plan.rows[2])), SeqId(2), Request((1,), SamplingParams(presence_penalty=1))),)
     plan = evolve(plan, sampling=SamplingColumns(params, plan.sampling.index, ((1, (4, 9)),)), edits=edits)
-    block = lay_out(torch.zeros(block_words(3), dtype=torch.int32), 3)
-    fill(block, plan, np.empty(0, np.int32), np.empty(0, np.int32))
+    unused: Any = None
+    limits = Limits(4, 200, 4, 64, 64, 100)
+    m = Machine(unused, unused, reference(), alone(torch.device("cpu")), limits, unused, overlap=True)
+    assert left_of(m, plan) == ((1, 2, 3), ())
+    assert left_of(m, evolve(plan, edits=(), sampling=SamplingColumns(params, plan.sampling.index, ()))) == ((), ())
+    block = lay_out(torch.zeros(block_words(4), dtype=torch.int32), 4)
+    fill(block, plan, np.empty(0, np.int32), np.empty(0, np.int32), (1, 2, 3))
     there = block.params.numpy()[np.argsort(block.places.numpy())].view(PARAMS).reshape(-1)
-    assert there["temperature"].tolist() == [2, 0, 0]
+    assert there["temperature"].tolist() == [2, 0, 0, 0]
     assert there["seed"].tolist() == params["seed"].tolist()
-    assert params["temperature"].tolist() == [2, 2, 2]
+    assert params["temperature"].tolist() == [2, 2, 2, 2]
     assert edited(plan) == ((1, 2), ())
 
 
@@ -193,7 +202,7 @@ def test_the_second_choice_is_few_calls(rows: int) -> None:
     there = Device(unused, torch.zeros(rows + 1, dtype=torch.int64), no_tables(100, device))
     logits, chosen = torch.zeros(rows, 100), torch.zeros((2, rows), dtype=torch.int64)
     with Calls() as calls:
-        graphs._after(m, logits, chosen, there, plan, np.arange(rows, dtype=np.int32))
+        graphs._after(m, logits, chosen, there, plan, np.arange(rows, dtype=np.int32), *left_of(m, plan))
     assert done == ["edit", "sample", "enter"]
     assert len(calls.names) <= 14, calls.names
 
@@ -203,7 +212,7 @@ def test_the_inputs_of_a_graph_are_views_of_its_block() -> None:
     block = lay_out(torch.zeros(block_words(2), dtype=torch.int32), 2)
     counts, ids = counts_of(2, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
     x = inputs_of(block, torch.zeros((3, 4), dtype=torch.int32), ids, counts, 64)
-    fill(block, decode_plan([3, 5]), np.empty(0, np.int32), np.empty(0, np.int32))
+    fill(block, decode_plan([3, 5]), np.empty(0, np.int32), np.empty(0, np.int32), ())
     assert x.positions.tolist() == [5, 3]
     assert x.context.tolist() == [6, 4]
     assert x.rows.tolist() == x.last_rows.tolist() == block.rows.tolist()

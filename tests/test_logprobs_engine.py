@@ -22,7 +22,6 @@ from agentinfer.loop import Engine, Result, generate, open_engine, run, stream
 from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.sample import idle, needs_filters, probabilities, sample
-from agentinfer.sampling import edited
 from agentinfer.scoring import score
 from agentinfer.state.check import violations
 from agentinfer.state.history import rewind
@@ -222,17 +221,14 @@ def test_a_host_that_bans_tokens_late_is_judged_too(folder: Path) -> None:
     assert (entry.rank > 1, third.rank, entry.top_ids) == (True, 1, third.top_ids)
 
 
+@pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_graph_chose_is_judged_by_its_logits(folder: Path, mode: str) -> None:
+def test_what_a_graph_chose_is_judged_by_its_logits(folder: Path, mode: str, *, edits: bool) -> None:
     """With a stand-in for captured graphs, which has rows in an order of its own: those with filters are chosen there,
-    those with edits again, and all are judged as in eager steps.
+    or after it if there are edits, and all are judged as in eager steps.
     """
-    each = [
-        SAID,
-        RICH,
-        evolve(RICH, logit_bias={}, repetition_penalty=1.0, logprobs=0),
-        SamplingParams(seed=2, top_k=5),
-    ]
+    filters = evolve(RICH, logit_bias={}, repetition_penalty=1.0)
+    each = [SAID, RICH if edits else filters, evolve(filters, logprobs=0), SamplingParams(seed=2, top_k=5)]
     each = [evolve(params, max_tokens=6, ignore_eos=True) for params in each]
     want = generate(small(folder, logprobs_mode=mode), PROMPTS[:4], each)
     engine, replayed = small(folder, logprobs_mode=mode), list[int]()
@@ -244,20 +240,21 @@ def test_what_a_graph_chose_is_judged_by_its_logits(folder: Path, mode: str) -> 
             return None
         x, kv = stage(plan, device.kv, device.last)
         logits_SV, kv = decode_step(m, kv, x)
-        left = idle(plan.sampling, sum(edited(plan), ()))
-        tokens, ok = sample(logits_SV, left)
+        left = graphs.left_of(m, plan)
+        asked = idle(plan.sampling, sum(left, ()))
+        tokens, ok = sample(logits_SV, asked)
         places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
         chosen = torch.stack((tokens, ok.long()))
-        replayed.append(len(needs_filters(left, 280)))
+        replayed.append(len(needs_filters(asked, 280)))
         here = Device(kv, remember(device.last, x, tokens), device.edits)
-        return graphs._after(m, logits_SV[torch.from_numpy(places).long()], chosen, here, plan, places)
+        return graphs._after(m, logits_SV[torch.from_numpy(places).long()], chosen, here, plan, places, *left)
 
     engine.machine = evolve(m, replay=replay)
     for one, other in zip(generate(engine, PROMPTS[:4], each), want, strict=True):
         assert one.output_ids == other.output_ids
         assert (one.outputs[0].logprobs is None) == (other.outputs[0].logprobs is None)
         near(one.outputs[0].logprobs or (), other.outputs[0].logprobs or ())
-    assert max(replayed) == 2  # the third is judged, too
+    assert max(replayed) == (0 if edits else 3)
 
 
 @pytest.mark.parametrize("params", [SAID, RICH, evolve(SAID, n=2)], ids=["plain", "rich", "two"])

@@ -31,7 +31,6 @@ from agentinfer.ops.parts import choose_parts
 from agentinfer.ops.provide import reference
 from agentinfer.ops.sample import idle
 from agentinfer.ops.threads import Threads
-from agentinfer.sampling import edited
 from agentinfer.scoring import score
 from agentinfer.speculative import Tally, draft_model
 from agentinfer.state.engine import EngineState, digest
@@ -220,12 +219,13 @@ def test_what_graphs_of_ranks_can_not_choose_is_chosen_after_them(folder: Path, 
             places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
             logits = torch.full((rows + 3, logits_SV.shape[1]), float("nan"))
             logits[:rows] = logits_SV[torch.from_numpy(places).long()]
-            asked = idle(plan.sampling, sum(edited(plan), ()))
+            left = graphs.left_of(m, plan)
+            asked = idle(plan.sampling, sum(left, ()))
             chosen = torch.zeros((2, rows + 3), dtype=torch.int64)
             chosen[:, :rows] = choose_parts(None, logits_SV, asked, m.ranks.tp, m.limits.vocab_size)
             device = Device(kv, remember(device.last, x, chosen[0, :rows]), device.edits)
             replayed.append(rows)
-            return graphs._after(m, logits, chosen, device, plan, places)
+            return graphs._after(m, logits, chosen, device, plan, places, *left)
 
         return evolve(m, replay=replay)
 

@@ -22,7 +22,7 @@ from agentinfer.loop import Engine, advance, generate, open_engine
 from agentinfer.ops.inputs import by_hand, remember, stage
 from agentinfer.ops.kv import allocate
 from agentinfer.ops.sample import choose, idle, sample, survivors
-from agentinfer.sampling import Host, Processor, edited
+from agentinfer.sampling import Host, Processor
 from agentinfer.state.check import violations
 from agentinfer.state.engine import tokens_of
 from agentinfer.state.event import Raised
@@ -264,13 +264,13 @@ def test_what_a_graph_chose_is_chosen_again_where_logits_are_edited(
         places = np.random.default_rng(plan.step).permutation(rows).astype(np.int32)
         logits = torch.full((rows + 3, VOCAB), float("nan"))
         logits[:rows] = logits_SV[torch.from_numpy(places).long()]
-        now, late = edited(plan)
-        tokens, ok = sample(logits_SV, idle(plan.sampling, (*now, *late)))
+        left = graphs.left_of(m, plan)
+        tokens, ok = sample(logits_SV, idle(plan.sampling, sum(left, ())))
         chosen = torch.zeros((2, rows + 3), dtype=torch.int64)
         chosen[0, :rows], chosen[1, :rows] = tokens, ok
         device = Device(kv, remember(device.last, x, tokens), device.edits)
         replayed.append(rows)
-        return graphs._after(m, logits, chosen, device, plan, places)
+        return graphs._after(m, logits, chosen, device, plan, places, *left)
 
     engine.machine = evolve(m, replay=replay)
     assert outputs(engine) == answers

@@ -91,19 +91,29 @@ def lay_out(whole: Tensor, rows: int) -> Block:
     )  # fmt: skip
 
 
-def fill(block: Block, plan: Plan, where: I32, blocks: I32) -> None:
+def left_of(m: Machine, plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The samples that are chosen after a graph, as `edited` has them: those whose logits are edited, and with them
+    those with filters, which then take their time once. Graphs of several ranks heed no filters at all.
+    """
+    now, late = edited(plan)
+    if now or m.ranks.tp.size > 1:
+        now = tuple(sorted({*now, *ints(needs_filters(plan.sampling, m.limits.vocab_size))}.difference(late)))
+    return now, late
+
+
+def fill(block: Block, plan: Plan, where: I32, blocks: I32, left: Sequence[int]) -> None:
     """Write *plan* (one position a row) into *block* (on the host), and the table entries. Rows left over are padding:
     row 0, position 0, one key, the sink's slot.
 
     Rows with most keys come first: attention begins with them, so that no long one is left when all others are done.
-    Samples whose logits are edited, which no graph can do, are greedy here: they are chosen once more after it.
+    The samples *left* for later are greedy here.
     """
     n = len(plan.rows)
     order = np.argsort(-plan.context, kind="stable")
     block.whole.zero_()
     for target, values in (
         (block.positions, plan.start), (block.slots, plan.slots), (block.rows, plan.rows), (block.inputs, plan.inputs),
-        (block.index, plan.sampling.index), (block.params, words(idle(plan.sampling, sum(edited(plan), ())))),
+        (block.index, plan.sampling.index), (block.params, words(idle(plan.sampling, left))),
     ):  # fmt: skip
         target.numpy()[:n] = values[order]
     places = block.places.numpy()
@@ -257,22 +267,22 @@ def replay(
         kv = _prepare(kv, plan, where.astype(np.int32), blocks)
         where, blocks = where[:0], blocks[:0]
     sent = lay_out(torch.empty(block_words(size), dtype=torch.int32, pin_memory=True), size)
-    fill(sent, plan, where.astype(np.int32), blocks)
+    left = left_of(m, plan)
+    fill(sent, plan, where.astype(np.int32), blocks, sum(left, ()))
     captured.block.whole.copy_(sent.whole, non_blocking=True)
     captured.graph.replay()
     device = Device(holding(kv, plan.step), device.last, device.edits)
-    return _after(m, captured.logits_RV, captured.chosen, device, plan, sent.places.numpy()[:rows])
+    return _after(m, captured.logits_RV, captured.chosen, device, plan, sent.places.numpy()[:rows], *left)
 
 
 def _after(
-    m: Machine, logits_RV: Tensor, chosen: Tensor, device: Donated[Device], plan: Plan, places: I32
-) -> tuple[Flight, Device]:
-    """The flight of *plan*, of which a graph has just made *logits* and *chosen*, after the samples that no graph can
-    choose. *Donates* device. *places*: which row of the plan each of the graph is.
+    m: Machine, logits_RV: Tensor, chosen: Tensor, device: Donated[Device], plan: Plan, places: I32,
+    now: Sequence[int], late: Sequence[int],
+) -> tuple[Flight, Device]:  # fmt: skip
+    """The flight of *plan*, of which a graph has just made *logits* and *chosen*, after the samples that it leaves
+    (`left_of`). *Donates* device. *places*: which row of the plan each of the graph is.
     """
-    tp, (now, late) = m.ranks.tp, edited(plan)
-    if tp.size > 1:  # their graphs heed no filters
-        now = tuple(sorted({*now, *ints(needs_filters(plan.sampling, m.limits.vocab_size))}.difference(late)))
+    tp = m.ranks.tp
     if not now and not late and plan.logprobs is None:
         return take_off(plan, chosen), device
     logits_RV = tp.all_gather_last_dim(logits_RV)[:, : m.limits.vocab_size]
