@@ -7,7 +7,7 @@ import torch
 
 from agentinfer.build import Settings, build
 from agentinfer.state.limits import Limits
-from agentinfer.trial import LARGEST, trial_steps, try_step, warmed
+from agentinfer.trial import LARGEST, sized_steps, trial_steps, try_step, warmed
 from tiny import write_tiny
 
 
@@ -18,12 +18,20 @@ def test_trials_keep_the_limits(budget: int, rows: int, longest: int) -> None:
     """No trial has more positions, rows or a longer row than a step can have, and the first ones have the most."""
     limits = Limits(16, 10_000, rows, budget, longest, 1000)
     steps = trial_steps(limits)
-    for start, counts in steps:
+    for start, counts in [*steps, *sized_steps(limits)]:
         assert 0 < len(counts) <= rows
         assert sum(counts) <= budget
         assert start + max(counts) <= longest
     assert max(sum(counts) for _, counts in steps) == max(sum(counts) for _, counts in steps[:LARGEST])
     assert max(len(counts) for _, counts in steps) == max(len(counts) for _, counts in steps[:LARGEST])
+
+
+def test_sizes_double() -> None:
+    """Positions and rows in decode double from step to step, up to what a step can have."""
+    steps = sized_steps(Limits(16, 10_000, 24, 256, 4096, 1000))
+    assert [sum(counts) for _, counts in steps] == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert [counts[1:].count(1) for _, counts in steps] == [1, 2, 4, 8, 16, 23, 23, 23]
+    assert all(start == 16 for start, _ in steps)
 
 
 def test_a_warmed_device_is_as_good_as_new(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ LARGEST = 3
 
 
 def warmed(m: Machine, placed: Donated[Device]) -> Device:
-    """*placed*, after the largest steps that its blocks hold: torch has got the memory for them from the driver, which
-    takes milliseconds a piece and would make the first steps slow. *Donates* placed.
+    """*placed*, after the steps of every size that its blocks hold. Of the largest, torch has got the memory from the
+    driver, which takes milliseconds a piece; the others compiled what is compiled by size, which takes seconds. The
+    first requests wait for neither. *Donates* placed.
     """
-    for start, counts in trial_steps(m.limits)[:LARGEST]:
+    for start, counts in [*trial_steps(m.limits)[:LARGEST], *sized_steps(m.limits)]:
         if sum(cdiv(start + count, m.limits.block_size) for count in counts) <= m.limits.num_blocks:
             placed = try_step(m, placed, start, counts)
     torch.cuda.synchronize(m.ranks.device)
@@ -42,6 +43,19 @@ def trial_steps(limits: Limits) -> list[tuple[int, list[int]]]:
     room = min(longest, limits.max_model_len - later)
     largest = [(0, few), (0, many), (later, mixed)]
     return [*largest, *((start, _rows(count, 3, most, room)) for count in (1, 5, 18, 40, 77) for start in (0, later))]
+
+
+def sized_steps(limits: Limits) -> list[tuple[int, list[int]]]:
+    """As `trial_steps`: steps of 2, 4, 8, .. positions, half of them rows in decode (as many as there can be) and the
+    others one chunk. A kernel that goes by size has seen all of its sizes then, if each holds for twice the last.
+    """
+    later = limits.block_size if limits.max_model_len > limits.block_size else 0
+    found = []
+    for power in range(1, limits.max_num_batched_tokens.bit_length()):
+        singles = min(2 ** (power - 1), limits.max_num_seqs - 1)
+        chunk = min(2**power - singles, limits.max_model_len - later)
+        found.append((later, [chunk, *[1] * singles]))
+    return found
 
 
 def _rows(count: int, rows: int, most: int, room: int) -> list[int]:
