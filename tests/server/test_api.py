@@ -425,6 +425,10 @@ def test_metrics_count(server: Server) -> None:
         ("vllm:request_queue_time_seconds_count", "", 1),
         ("vllm:e2e_request_latency_seconds_count", "", 1),
         ("vllm:request_generation_tokens_sum", "", 5),
+        ("vllm:request_prefill_time_seconds_count", "", 1),
+        ("vllm:request_decode_time_seconds_count", "", 1),
+        ("vllm:request_inference_time_seconds_count", "", 1),
+        ("vllm:request_time_per_output_token_seconds_count", "", 1),
     ):
         assert value(after, name, labels) - value(before, name, labels) == more, name
     assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -148,6 +149,26 @@ def test_a_request_says_farewell_once() -> None:
         assert ticket.arrived_s < begun.first_s < (begun.last_s or 0)
         assert (begun.ended, ended.ended) == (None, end)
         assert engine.desk.metrics.queued_s.sum == 0.25
+
+    asyncio.run(run())
+
+
+def test_times_are_told_apart() -> None:
+    """From the first step to the first token is prefill, from there to the last one decode; together, inference."""
+
+    async def run() -> None:
+        engine = Engine()
+        ticket = await engine.submit(items(1))
+        hear(engine.desk, [turned([ticket.id], [0], [17])])
+        (course,), m = ticket.courses, engine.desk.metrics
+        ticket.arrived_s, course.first_s, course.last_s = (time.monotonic() - ago_s for ago_s in (8.0, 4.0, 4.0))
+        hear(engine.desk, [Ended(ticket.id, 0, (18, 19), 0, "length", "", 0, queued_s=1.0)])
+        sums = [one.sum for one in (m.prefill_s, m.decode_s, m.inference_s, m.per_token_s)]
+        assert sums == pytest.approx([3, 4, 7, 2], abs=0.3)
+        leave(engine.desk, ticket)
+        untouched = await engine.submit(items(1))
+        hear(engine.desk, [Ended(untouched.id, 0, (), 0, "abort", "", 0, queued_s=1.0)])
+        assert sum(m.decode_s.counts) == 1
 
     asyncio.run(run())
 

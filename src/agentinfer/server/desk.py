@@ -31,6 +31,7 @@ from agentinfer.server.metrics import (
     Metrics,
     mean_output,
     note_end,
+    note_phases,
     note_tokens,
     note_turn,
     observe,
@@ -332,6 +333,9 @@ def _grown(
     if ended is not None:
         mail.ended = course.ended = ended
         observe(desk.metrics.queued_s, ended.queued_s)
+        if course.first_s is not None and course.last_s is not None:
+            begun_s = ticket.arrived_s + ended.queued_s
+            note_phases(desk.metrics, begun_s, course.first_s, course.last_s, course.count)
         _over(desk, ticket, course, ended.reason, ended.cached)
     _wake(ticket)
 

@@ -74,6 +74,12 @@ class Metrics:
     first_s: Histogram = field(factory=lambda: Histogram(_FIRST_S))
     between_s: Histogram = field(factory=lambda: Histogram(_BETWEEN_S))
     whole_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
+    prefill_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
+    decode_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
+    inference_s: Histogram = field(factory=lambda: Histogram(_WHOLE_S))
+    """Prefill and decode."""
+    per_token_s: Histogram = field(factory=lambda: Histogram(_BETWEEN_S))
+    """The mean of a sequence."""
     prompts: Histogram = field(factory=lambda: Histogram(_TOKENS))
     outputs: Histogram = field(factory=lambda: Histogram(_TOKENS))
     steps: Histogram = field(factory=lambda: Histogram(_TOKENS))
@@ -116,6 +122,14 @@ def note_end(
     observe(metrics.prompts, prompt_tokens)
     observe(metrics.outputs, output_tokens)
     observe(metrics.whole_s, whole_s)
+
+
+def note_phases(metrics: Metrics, begun_s: float, first_s: float, last_s: float, output_tokens: int) -> None:
+    """Count what the time of a sequence went to: when its first step began, its first token came, and its last one."""
+    observe(metrics.prefill_s, first_s - begun_s)
+    observe(metrics.decode_s, last_s - first_s)
+    observe(metrics.inference_s, last_s - begun_s)
+    observe(metrics.per_token_s, (last_s - first_s) / max(output_tokens - 1, 1))
 
 
 def note_refusal(metrics: Metrics, status: int) -> None:
@@ -176,6 +190,10 @@ class _Families(Collector):
             ("vllm:time_to_first_token_seconds", "From a request to its first token.", m.first_s),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", m.between_s),
             ("vllm:e2e_request_latency_seconds", "From a request to its end.", m.whole_s),
+            ("vllm:request_prefill_time_seconds", "From its first step to its first token.", m.prefill_s),
+            ("vllm:request_decode_time_seconds", "From its first token to its last one.", m.decode_s),
+            ("vllm:request_inference_time_seconds", "From its first step to its last token.", m.inference_s),
+            ("vllm:request_time_per_output_token_seconds", "Mean time between its tokens.", m.per_token_s),
             ("vllm:request_prompt_tokens", "Prompt tokens a sequence.", m.prompts),
             ("vllm:request_generation_tokens", "Generated tokens a sequence.", m.outputs),
             ("vllm:iteration_tokens_total", "Positions a step.", m.steps),
