@@ -50,7 +50,7 @@ def sized_steps(limits: Limits) -> list[tuple[int, list[int]]]:
     others one chunk. A kernel that goes by size has seen all of its sizes then, if each holds for twice the last.
     """
     later = limits.block_size if limits.max_model_len > limits.block_size else 0
-    found = []
+    found: list[tuple[int, list[int]]] = []
     for power in range(1, limits.max_num_batched_tokens.bit_length()):
         singles = min(2 ** (power - 1), limits.max_num_seqs - 1)
         chunk = min(2**power - singles, limits.max_model_len - later)
