@@ -93,7 +93,7 @@ define make_venv
 endef
 
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@echo "once: packages into $(VENV)/ (about 2 GB, some minutes), then the demo model into the cache (93 MB to fetch, 540 MB kept)"
+	@echo "once: packages into $(VENV)/ (1.2 GB where torch is built for CPUs, else more; some minutes), then the demo model into the cache (93 MB to fetch, 540 MB kept)"
 	$(call make_venv,$(VENV))
 	$(PIP) --editable '.[demo]'
 	@touch $@
