@@ -19,7 +19,12 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,  # a small model would go on with more, until max_tokens ends the call
+        },
     },
 }
 
@@ -41,7 +46,7 @@ def call(client: OpenAI, model: str) -> None:
     """A call of a tool, that the model must make."""
     asked = [{"role": "user", "content": "Is it raining in Bonn?"}]
     answer = client.chat.completions.create(
-        model=model, messages=asked, tools=[WEATHER], tool_choice="required", max_tokens=100
+        model=model, messages=asked, tools=[WEATHER], tool_choice="required", max_tokens=100, temperature=0
     )
     for one in answer.choices[0].message.tool_calls or ():
         print(one.function.name, one.function.arguments)

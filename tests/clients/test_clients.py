@@ -6,8 +6,11 @@ Run by name: `pytest tests/clients`.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,9 @@ import pytest
 from langchain_openai import ChatOpenAI
 from playwright.sync_api import expect, sync_playwright
 
+import sources
+from agentinfer.build import Settings
+from agentinfer.demo import default_cache, ensure_demo
 from agentinfer.loop import open_engine
 from agentinfer.server.site import Quotas
 from serving import NAME, Server, command, options, running, slowed, small, write_talker
@@ -39,6 +45,15 @@ def server(folder: Path) -> Generator[Server]:
 def slow(folder: Path) -> Generator[Server]:
     """One whose steps take 10 ms."""
     with running(slowed(open_engine(folder, small()), 0.01)) as one:
+        yield one
+        one.quiet()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Generator[Server]:
+    """One of the demo model, by its name on the command line."""
+    engine = open_engine(ensure_demo(default_cache(), print), Settings(num_blocks=400, max_model_len=512))
+    with running(engine, options(names=("demo",))) as one:
         yield one
         one.quiet()
 
@@ -94,3 +109,20 @@ def test_langchain(server: Server) -> None:
     assert whole.content == "".join(str(chunk.content) for chunk in chat.stream("hello"))
     assert whole.usage_metadata is not None
     assert whole.usage_metadata["output_tokens"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("openai_client.py", r"""\[\d+ tokens\]\nweather {"city": ".+"}\n( +'.+' .*\n){6}(\d \+ \d = .+\n){8}$"""),
+        ("langchain_chat.py", r"4.*\n.+"),
+    ],
+    ids=["openai", "langchain"],
+)
+def test_an_example_talks_to_a_server(name: str, says: str, demo: Server) -> None:
+    """The demo model answers the scripts of examples/, which end well with nothing on standard error."""
+    env = {**os.environ, "OPENAI_BASE_URL": f"{demo.url}/v1"}
+    given = [sys.executable, str(sources.ROOT / "examples" / name)]
+    done = subprocess.run(given, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(says, done.stdout), done.stdout
