@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import fields
 
 from agentinfer.errors import InvalidRequest
 from agentinfer.state.admit import validate
@@ -36,6 +37,14 @@ def test_a_value_out_of_its_range_is_refused_by_name(name: str, value: Any) -> N
     """Numbers outside of vLLM's ranges, NaN, keys that are no ids, empty lists, mappings: refused, naming the field."""
     with pytest.raises(InvalidRequest) as refusal:
         SamplingParams(**{name: value})
+    assert refusal.value.field == name
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])
+def test_no_field_takes_whatever_it_is_given(name: str) -> None:
+    """Each field that there is, or will be, refuses what is nothing of its kind, by its name."""
+    with pytest.raises(InvalidRequest) as refusal:
+        SamplingParams(**{name: object()})
     assert refusal.value.field == name
 
 
