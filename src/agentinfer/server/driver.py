@@ -20,7 +20,7 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 from agentinfer.errors import InvalidRequest
-from agentinfer.grammar import GrammarFailed, check_form
+from agentinfer.grammar import FIELD, GrammarFailed, check_form
 from agentinfer.loop import Engine, Finished, Output, Request, TokenLogprobs, check
 from agentinfer.result import Note, sequences, shown, spelled
 from agentinfer.server.mail import (
@@ -40,7 +40,6 @@ from agentinfer.server.mail import (
     Submit,
     Turned,
 )
-from agentinfer.state.structured import FIELD
 from agentinfer.turn import EngineState, Event, Failed, Landed
 
 FATAL: Final = 3
