@@ -21,14 +21,9 @@ from agentinfer.ops.provide import LayerShape, Ops, reference
 
 AUTO: Final = "auto"
 HALVES: Final = (torch.bfloat16, torch.float16)
-_NOT_YET = "its calls are tested against vllm 0.26, not run"
 UNRUN: Final = MappingProxyType(
     {
-        "flash-attn": "no wheel fits the hardware that this version was measured on: its calls are tested, not run",
         "torch": "needs torch 2.13; this version was measured with 2.11: its calls are tested, not run",
-        "fa3-mla": _NOT_YET,
-        "flashmla": _NOT_YET,
-        "vllm-moe": _NOT_YET,
     }
 )
 """Providers whose kernels this version has never run, and why."""
