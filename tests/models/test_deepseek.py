@@ -189,7 +189,7 @@ def test_metric_sees_router_faults(route: Any, right: bool, root: Path) -> None:
 
 
 def test_no_near_ties(root: Path) -> None:
-    """Nothing that the parity tests choose between is a near tie, so they can not pass or fail by luck."""
+    """No expert is chosen by a near tie in models without groups or biases: they can not pass or fail by luck."""
     gaps: list[float] = []
 
     def watch(logits: Tensor, bias: Tensor | None, r: moe.Routing) -> tuple[Tensor, Tensor]:

@@ -181,6 +181,7 @@ def test_names_of_newer_files(tmp_path: Path) -> None:
     c = read(tmp_path, deepseeks.V3)
     assert c.experts.routing.scoring == "sigmoid"
     assert c == read(tmp_path, deepseeks.V3, topk_method="noaux_tc", scoring_func="sigmoid", num_key_value_heads=4)
+    assert c == read(tmp_path, deepseeks.V3, norm_topk_prob=GONE)
     assert c == read(tmp_path, deepseeks.V3, num_nextn_predict_layers=GONE, num_mtp_layers=1)
     assert read(tmp_path, deepseeks.V3, num_nextn_predict_layers=GONE).mtp_layers == 0
     c = read(tmp_path, deepseeks.V2, topk_method=GONE, n_group=None, topk_group=None)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -90,8 +89,9 @@ def test_logits(folders: list[Path]) -> None:
     assert torch.equal(got, want)
 
 
-def test_one_rank_reads_little(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of four asks the files for about a quarter of the experts' numbers, not for all."""
+@pytest.mark.parametrize("ep", [False, True])
+def test_one_rank_reads_little(folders: list[Path], monkeypatch: pytest.MonkeyPatch, *, ep: bool) -> None:
+    """A rank of four asks the files for about a quarter of the experts' numbers, cut or whole ones, not for all."""
     asked = [0, 0]
     opened = checkpoint._opened
 
@@ -126,7 +126,7 @@ def test_one_rank_reads_little(folders: list[Path], monkeypatch: pytest.MonkeyPa
             yield Counting(handle)
 
     monkeypatch.setattr(checkpoint, "_opened", counting)
-    weights(folders[0], Ranks(Threads.of(4).group(1), ep=False, device=torch.device("cpu")))
+    weights(folders[0], Ranks(Threads.of(4).group(1), ep=ep, device=torch.device("cpu")))
     total = 3 * 5 * 130 * 144  # four experts and a shared one
     assert 0.2 < asked[1] / total < 0.3
 
@@ -221,11 +221,3 @@ def test_parts() -> None:
         cover = scales[fp8.covering(rows), fp8.covering(columns)]
         got = scaled.dequantized(stored[rows, columns], cover, (rows.start, columns.start))
         assert torch.equal(got, whole[rows, columns])
-
-
-def test_the_pair_is_found(folders: list[Path]) -> None:
-    """A stored weight in 8 bits has its scales; others have none."""
-    found = checkpoint.open_checkpoint(folders[0]).tensors
-    assert found[KEY].dtype == fp8.STORED
-    assert found[KEY].scales is None
-    assert attrs.fields_dict(checkpoint.Stored)["scales"].default is None
