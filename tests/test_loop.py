@@ -220,6 +220,23 @@ def test_nan_logits_fail_one_request(folder: Path, answers: list[tuple[int, ...]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_in_chunks_whose_logits_are_nan_leaves_no_block_to_be_found(folder: Path, *, overlap: bool) -> None:
+    """Its first chunks landed before anything was amiss; once the model is sound the prompt gives what it should."""
+    engine = open_engine(folder, small(overlap=overlap, block_size=4, max_num_batched_tokens=4, max_num_seqs=2))
+    prompt = [50, *range(1, 12)]
+    (right,) = generate(open_engine(folder, small()), [prompt], GREEDY)
+    sound = engine.machine.weights.embed[50].clone()
+    engine.machine.weights.embed[50] = float("nan")
+    for _ in range(2):
+        (result,) = generate(engine, [prompt], GREEDY)
+        assert (result.finish_reason, result.cached_tokens) == ("error", 0)
+        assert len(engine.world.state.pool.keys) == 0
+    engine.machine.weights.embed[50] = sound
+    assert outputs(generate(engine, [prompt], GREEDY)) == outputs([right])
+    assert violations(engine.world.state) == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_step_that_raises_fails_its_requests_only(
     folder: Path, answers: list[tuple[int, ...]], at: int, *, overlap: bool

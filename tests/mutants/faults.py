@@ -150,6 +150,22 @@ _REGISTRATION = (
         breaks="KV of a step whose logits were NaN enters the prefix cache and poisons later requests",
     ),
     Fault(
+        name="broken_chunks_stay",
+        kind="failed step's blocks registered",
+        file="commit.py",
+        old="    draft.pool.forget(head for run in failed for head in _first_unheld(draft.pool, run))\n",
+        new="",
+        breaks="chunks of a prompt that landed before its logits were NaN stay in the prefix cache, to poison others",
+    ),
+    Fault(
+        name="forgets_one_block_only",
+        kind="failed step's blocks registered",
+        file="blocks.py",
+        old="            ahead += (child for child in after.pop(block, ()) if child not in gone)\n",
+        new="",
+        breaks="what continues a forgotten block is found again as soon as that one is computed anew",
+    ),
+    Fault(
         name="fork_shares_in_flight",
         kind="written/computed confusion",
         file="admit.py",

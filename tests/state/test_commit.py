@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from agentinfer.state.admit import abort, arrive
+from agentinfer.state.check import violations
 from agentinfer.state.commit import commit, flush
 from agentinfer.state.engine import digest, initial, tokens_of
 from agentinfer.state.ids import SeqId, ints
 from agentinfer.state.plan import sampled
 from agentinfer.state.schedule import schedule
+from agentinfer.state.swap import swap
 from engines import BOTH, Hand, blocks_of, drive, in_use, limits, request
 
 
@@ -79,6 +84,83 @@ def test_a_row_without_finite_logits_fails_alone() -> None:
     assert blocks_of(hand.state, 0) == ()
     assert {key.tokens[0] for key in hand.state.pool.keys.values()} == {20, 24}
     assert in_use(hand.state) == 3
+
+
+def in_chunks(hand: Hand, prompt: Iterable[int], *, broken: bool = True, **more: Any) -> int:
+    """Serve *prompt* to its end, whose logits may be *broken*; how many tokens were found."""
+    hand.arrive(request(tuple(prompt), 1, **more))
+    while not (done := hand.land(hand.plan(), bad=[0] if broken else ()).finished):
+        assert violations(hand.state) == []
+    assert violations(hand.state) == []
+    return done[0].cached
+
+
+def test_a_prompt_in_chunks_that_fails_leaves_nothing_in_the_cache() -> None:
+    """Chunks that landed before, and found nothing wrong, are forgotten: the next one computes all of it again."""
+    hand = Hand.of(limits(max_num_batched_tokens=4))
+    before = len(hand.state.pool.free)
+    assert [in_chunks(hand, range(12)) for _ in range(2)] == [0, 0]
+    assert (len(hand.state.pool.keys), len(hand.state.pool.cached), len(hand.state.pool.free)) == (0, 0, before)
+    assert [in_chunks(hand, range(12), broken=False) for _ in range(2)] == [0, 8]
+
+
+def test_what_continues_a_forgotten_block_is_forgotten_too() -> None:
+    """A cached block that follows one that is gone would be found again with it; others stay."""
+    hand = Hand.of(limits())
+    for prompt in (range(17), (*range(8), *range(50, 59)), range(80, 89)):
+        in_chunks(hand, prompt, broken=False)
+    in_chunks(hand, range(9), broken=False, salt="s")
+    assert len(hand.state.pool.keys) == 4 + 2 + 2 + 2
+    assert in_chunks(hand, range(9)) == 8
+    assert {(key.salt, key.tokens[0]) for key in hand.state.pool.keys.values()} == {
+        ("s", 0), ("s", 4), (None, 80), (None, 84),
+    }  # fmt: skip
+
+
+def test_blocks_that_another_sequence_holds_stay_until_it_fails_itself() -> None:
+    """It goes on with them, and they can be found; when its own logits are not finite they are forgotten."""
+    hand = Hand.of(limits(), request(range(9), 9))
+    hand.step()
+    hand.arrive(request((*range(8), 50, 51, 52, 53, 54), 9))
+    hand.step()
+    hand.land(hand.plan(), bad=[1])
+    assert {key.tokens for key in hand.state.pool.keys.values()} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert violations(hand.state) == []
+    hand.land(hand.plan(), bad=[0])
+    assert len(hand.state.pool.keys) == 0
+    assert len(hand.state.pool.free) == 64
+
+
+def test_sequences_that_fail_together_forget_what_they_share() -> None:
+    """A block that only broken rows hold is nobody's, in whatever order they are looked at."""
+    hand = Hand.of(limits(), request(range(9), 9))
+    hand.step()
+    hand.arrive(request((*range(8), 50), 9))
+    hand.step()
+    hand.land(hand.plan(), bad=[0, 1])
+    assert (len(hand.state.pool.keys), len(hand.state.pool.free)) == (0, 64)
+    assert violations(hand.state) == []
+
+
+def test_what_is_forgotten_is_free_in_the_order_of_its_release() -> None:
+    """Not in that of a map: two processes take the same blocks afterwards."""
+    hand = Hand.of(limits(num_blocks=12, max_num_batched_tokens=4))
+    in_chunks(hand, (*range(4), *range(50, 63)), broken=False)
+    assert [block for block, _ in hand.state.pool.lru] == [4, 3, 2, 1]
+    in_chunks(hand, range(9))
+    assert list(hand.state.pool.free)[-5:] == [4, 3, 2, 6, 1]
+
+
+def test_a_sequence_over_old_weights_forgets_nothing_of_the_new_ones() -> None:
+    """It shares nothing with the cache: what others computed of its tokens since says nothing of its KV."""
+    hand = Hand.of(limits(), request(range(9), 9))
+    hand.step()
+    hand.state = swap(hand.state)
+    hand.arrive(request((*range(8), 70), 1))
+    hand.step()
+    assert len(hand.state.pool.keys) == 2
+    hand.land(hand.plan(), bad=[0])
+    assert (len(hand.state.pool.keys), violations(hand.state)) == (2, [])
 
 
 def test_rows_that_ended_or_were_reused_are_skipped() -> None:

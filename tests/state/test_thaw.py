@@ -25,6 +25,7 @@ def test_a_draft_is_a_dict(before: dict[int, int], keys: list[int]) -> None:
         assert [draft.get(k) for k in range(11)] == [plain.get(k) for k in range(11)]
         assert [k in draft for k in range(11)] == [k in plain for k in range(11)]
         assert all(draft[k] == v for k, v in plain.items())
+        assert sorted(draft) == sorted(plain)
     assert draft.changed == bool(keys)
     assert dict(draft.freeze().items()) == plain
     assert dict(base.items()) == before

@@ -142,6 +142,34 @@ def test_a_faulty_cache_is_found(pool, words: str, monkeypatch: pytest.MonkeyPat
         prompts()
 
 
+@pytest.mark.parametrize(
+    ("forget", "words"),
+    [
+        (lambda _, pool, heads: None, "had no finite logits"),
+        (lambda real, pool, heads: real(pool, [block for block in pool.keys if pool.refs[block] == 0]), "lost blocks"),
+    ],
+)
+def test_a_cache_that_forgets_too_little_or_too_much_is_found(
+    forget, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sequence without finite logits leaves in the cache, and what it takes along, are Faults."""
+    real = blocks_module.PoolDraft.forget
+
+    def broken() -> None:
+        engine = drive(limits(max_num_batched_tokens=4))
+        engine.arrive(request(range(20, 29), 1))
+        engine.drain()
+        engine.arrive(request(range(12), 1))
+        while engine.live or engine.due:
+            engine.step(bad=0)
+        engine.drain()
+
+    broken()
+    monkeypatch.setattr(blocks_module.PoolDraft, "forget", lambda pool, heads: forget(real, pool, heads))
+    with pytest.raises(Fault, match=words):
+        broken()
+
+
 def test_a_transition_that_is_not_pure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing into the state that was given, or two answers to one question, is a Fault."""
     real = drive_module.accept

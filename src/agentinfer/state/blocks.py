@@ -143,9 +143,12 @@ class PoolDraft:
             if self.cached.get(block) == ticket:
                 break
         del self.cached[block]
+        self._unregister(block)
+        return block
+
+    def _unregister(self, block: BlockId) -> None:
         del self.index[self.keys[block].hash]
         del self.keys[block]
-        return block
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Hold one more reference to each of *blocks*, reviving those that were only cached."""
@@ -192,6 +195,26 @@ class PoolDraft:
         self.index.add(h, block)
         self.keys.add(block, BlockKey(h, parent, salt, tokens))
         return True
+
+    def forget(self, heads: Iterable[BlockId]) -> None:
+        """Let nobody find the registered *heads* again, nor what continues them; what nobody holds is free, in the
+        order of its release. Looks through all that is registered, if there are heads.
+        """
+        ahead, gone = [*heads], set[BlockId]()
+        after: dict[BlockId, list[BlockId]] = {}
+        for block in self.keys if ahead else ():
+            after.setdefault(self.keys[block].parent, []).append(block)
+        while ahead:
+            block = ahead.pop()
+            gone.add(block)
+            ahead += (child for child in after.pop(block, ()) if child not in gone)
+        tickets = [(ticket, block) for block in gone if (ticket := self.cached.get(block)) is not None]
+        fresh = [block for _, block in sorted(tickets)]
+        for block in fresh:
+            del self.cached[block]
+        for block in gone:
+            self._unregister(block)
+        self.free = self.free.push_many(fresh)
 
     def _hash(self, parent: BlockId, salt: str | None, tokens: tuple[int, ...]) -> int:
         if parent == ROOT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import compress
 
 import numpy as np
@@ -22,8 +23,9 @@ def commit(
     """Record the tokens of *plan*, remember the blocks it completed, end what has ended.
 
     Rows that ended, were preempted or were given away since the plan was made are skipped. A sample that is
-    not `ok` ends its sequence with an error, and nothing of that step is remembered. Raises ValueError if
-    *sampled* has not one token a sample.
+    not `ok` ends its sequence with an error, nothing of that step is remembered, and what earlier steps, or others,
+    remembered of its tokens is forgotten, but for blocks that others hold. Raises ValueError if *sampled* has not one
+    token a sample.
     """
     if len(sampled.tokens) != len(plan.samples):
         raise ValueError(f"step {plan.step}: {len(sampled.tokens)} tokens for {len(plan.samples)} samples")
@@ -176,11 +178,25 @@ def _end(draft: _Draft, rows: I32, tokens: I32, ended: Bool, stopped: Bool, brok
     if some(ended):
         for row, token, stop in zip(ints(rows[ended]), ints(tokens[ended]), ints(stopped[ended]), strict=True):
             _finish(draft, row, "stop" if stop else "length", str(token) if stop else "")
-    for row in ints(broken):
-        masked = "no token is left to choose, or " if edits_logits(draft.running(row).request.params) else ""
+    failed = [draft.running(row) for row in ints(broken)]
+    for row, run in zip(ints(broken), failed, strict=True):
+        masked = "no token is left to choose, or " if edits_logits(run.request.params) else ""
         _finish(draft, row, "error", f"{masked}the logits are not finite")
+    draft.pool.forget(head for run in failed for head in _first_unheld(draft.pool, run))
     if draft.finished:
         draft.cols.clear([*ints(rows[ended]), *ints(broken)])
+
+
+def _first_unheld(pool: PoolDraft, run: Running) -> Iterator[BlockId]:
+    """The first block that holds tokens of *run*, which has ended, and that nobody holds; none if all are held."""
+    block: BlockId | None = ROOT
+    for tokens in () if run.stale else run.tokens:
+        block, _ = pool.find(block, run.request.salt, tokens)
+        if block is None:
+            return
+        if pool.refs[block] == 0:
+            yield block
+            return
 
 
 def _finish(draft: _Draft, row: int, reason: FinishReason, detail: str) -> None:

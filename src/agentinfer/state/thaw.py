@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from rpds import HashTrieMap
@@ -31,6 +32,11 @@ class MapDraft(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._new or (key not in self._gone and key in self._base)
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys, in no order that means anything. Nothing may be put in or taken out meanwhile."""
+        yield from self._new
+        yield from (key for key in self._base if key not in self._gone)
 
     def __getitem__(self, key: K) -> V:
         value = self.get(key)

@@ -316,9 +316,12 @@ class Drive:
         state, output = accept(before, plan, result, self.hasher)
         if digest(before) != name:
             raise Fault("accept changed the state that it was given")
+        ended = set(self.due)
         learned = self._accept(plan, marks, output)
+        failed = [self.ghost.scripts[seq] for seq, (reason, _) in self.due.items() if reason == "error"]
+        broken = [(script.request.salt, script.tokens) for script in failed if script.seq not in ended]
         self._told(output.finished)
-        self.ledger.observe(state, learned)
+        self.ledger.observe(state, learned, broken, drafted=bool(plan.drafts))
         self._note(Landed(plan.step, tuple(ints(result.tokens)), marks), state, observed=True)
         if digest(accept(before, plan, result, self.hasher)[0]) != self.name:
             raise Fault("committing the same tokens twice gives different states")

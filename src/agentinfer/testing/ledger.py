@@ -44,6 +44,11 @@ def reusable(limits: Limits, known: Collection[Content], salt: str | None, token
     return blocks * size
 
 
+def _continues(content: Content, heads: Collection[Content]) -> bool:
+    """Whether *content* is one of *heads*, or goes on after it."""
+    return any(content[0] == salt and content[1][: len(tokens)] == tokens for salt, tokens in heads)
+
+
 @define
 class Ledger:
     """What the cache of one engine did so far. Call `observe` after every transition. Mutable on purpose."""
@@ -59,30 +64,54 @@ class Ledger:
     held: frozenset[BlockId] = frozenset()
 
     def observe(
-        self, state: EngineState, learned: Collection[Content] = (), *, scheduled: bool = False, preempted: bool = False
+        self,
+        state: EngineState,
+        learned: Collection[Content] = (),
+        broken: Collection[Content] = (),
+        *,
+        scheduled: bool = False,
+        preempted: bool = False,
+        drafted: bool = False,
     ) -> None:
         """Compare *state* with the one before it.
 
-        *learned*: contents that landed in between. *scheduled*: blocks may have been taken. *preempted*: and
-        given back. Raises Fault for anything that no cache should do.
+        *learned*: contents that landed in between. *broken*: salt and known tokens of sequences whose logits were not
+        finite. *scheduled*: blocks may have been taken. *preempted*: and given back. *drafted*: tokens landed one
+        after the other. Raises Fault for anything that no cache should do.
         """
         self.now += 1
         known = contents(state.pool)
         held = frozenset(block for run in state.rows if run is not None for block in run.blocks)
         free = frozenset(state.pool.free)
         self._partition(state, known, held, free)
-        evicted = {block for block in self.known if known.get(block) != self.known[block]}
+        gone = {block for block in self.known if known.get(block) != self.known[block]}
+        heads = self._heads(broken, {known[block] for block in held if block in known}, drafted=drafted)
+        evicted = {block for block in gone if not _continues(self.known[block], heads)}
+        if not drafted and (found := {block for block in known if _continues(known[block], heads)}):
+            raise Fault(f"blocks {sorted(found)} can be found, though who computed or read them had no finite logits")
         if evicted and not scheduled:
             raise Fault(f"the prefix cache lost blocks {sorted(evicted)} although no block was taken")
-        kept = {block: when for block, when in self.released.items() if block not in evicted and block not in held}
+        kept = {block: when for block, when in self.released.items() if block not in gone and block not in held}
         self._order(evicted, kept, preempted=preempted)
         if evicted and free and not preempted:
             raise Fault(f"blocks {sorted(evicted)} were taken from the cache while {sorted(free)} were free")
-        self._learned(known, evicted, set(learned))
+        self._learned(known, gone, set(learned), heads)
         # whoever computed again what was cached has used it, if only in its last step
         used = {block for block in known if block not in held and (block not in kept or known[block] in learned)}
         fresh = dict.fromkeys(used, self.now)
         self.released, self.known, self.held = {**kept, **fresh}, known, held
+
+    def _heads(self, broken: Collection[Content], held: set[Content], *, drafted: bool) -> set[Content]:
+        """Of each of *broken* the first content that nobody holds: it must go, and all that continues it.
+
+        Where tokens landed one after the other, who held what when is not told: then it may go, from the first on.
+        """
+        size, heads = self.limits.block_size, set[Content]()
+        for salt, tokens in broken:
+            chain = ((salt, tokens[:upto]) for upto in range(size, len(tokens) + 1, size))
+            head = next((content for content in chain if drafted or content not in held), None)
+            heads |= {head} if head is not None else set()
+        return heads
 
     def _partition(
         self, state: EngineState, known: dict[BlockId, Content], held: frozenset[BlockId], free: frozenset[BlockId]
@@ -113,9 +142,12 @@ class Ledger:
                         f"released in {earlier}"
                     )
 
-    def _learned(self, known: dict[BlockId, Content], evicted: set[BlockId], learned: set[Content]) -> None:
-        have, had = set(known.values()), {content for block, content in self.known.items() if block not in evicted}
+    def _learned(
+        self, known: dict[BlockId, Content], gone: set[BlockId], learned: set[Content], heads: set[Content]
+    ) -> None:
+        have, had = set(known.values()), {content for block, content in self.known.items() if block not in gone}
         if early := have - had - learned:
             raise Fault(f"registered, though its KV has not landed: {sorted(early, key=repr)}")
-        if self.exact and self.limits.prefix_cache and (missing := (had | learned) - have):
+        missing = {content for content in (had | learned) - have if not _continues(content, heads)}
+        if self.exact and self.limits.prefix_cache and missing:
             raise Fault(f"landed and full, but not to be found: {sorted(missing, key=repr)}")
