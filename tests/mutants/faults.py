@@ -142,6 +142,14 @@ _REGISTRATION = (
         breaks="a block whose last position is only sampled, not computed, is found by others, who read an empty slot",
     ),
     Fault(
+        name="register_broken",
+        kind="failed step's blocks registered",
+        file="commit.py",
+        old="            if row not in broken:  # a healthy row of the same tokens would exchange its blocks for these\n",
+        new="            if row >= 0:\n",
+        breaks="KV of a step whose logits were NaN enters the prefix cache and poisons later requests",
+    ),
+    Fault(
         name="broken_chunks_stay",
         kind="failed step's blocks registered",
         file="commit.py",

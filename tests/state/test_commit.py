@@ -142,6 +142,18 @@ def test_sequences_that_fail_together_forget_what_they_share() -> None:
     assert violations(hand.state) == []
 
 
+def test_a_healthy_row_keeps_its_own_blocks_beside_a_broken_one_of_the_same_tokens() -> None:
+    """What a broken row computed is never found, not even in the step that shows it broken."""
+    hand = Hand.of(limits(), request(range(9), 9), request(range(9), 9))
+    plan = hand.plan()
+    assert ints(plan.count) == [9, 9]
+    own = blocks_of(hand.state, 1)
+    hand.land(plan, bad=[0])
+    assert blocks_of(hand.state, 1) == own
+    assert set(hand.state.pool.keys) == set(own[:2])
+    assert violations(hand.state) == []
+
+
 def test_what_is_forgotten_is_free_in_the_order_of_its_release() -> None:
     """Not in that of a map: two processes take the same blocks afterwards."""
     hand = Hand.of(limits(num_blocks=12, max_num_batched_tokens=4))
