@@ -145,7 +145,7 @@ _REGISTRATION = (
         name="register_broken",
         kind="failed step's blocks registered",
         file="commit.py",
-        old="            if row not in broken:  # a healthy row of the same tokens would exchange its blocks for these\n",
+        old="            if row not in broken:  # a healthy row of the same tokens would take these blocks\n",
         new="            if row >= 0:\n",
         breaks="KV of a step whose logits were NaN enters the prefix cache and poisons later requests",
     ),

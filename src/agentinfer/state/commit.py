@@ -70,7 +70,7 @@ def commit(
             _fill(draft, row)
     if state.limits.prefix_cache and some(touched):
         for row in ints(landed_rows[touched]):
-            if row not in broken:  # a healthy row of the same tokens would exchange its blocks for these
+            if row not in broken:  # a healthy row of the same tokens would take these blocks
                 _remember(draft, row)
     _end(draft, rows, tokens, ended, stopped, broken)
     seqs = plan.seqs if rows is plan.rows else state.cols.seq.take(rows)
